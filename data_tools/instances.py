@@ -22,7 +22,7 @@ from data_tools.image_shards import TargetEncoder, add_quality_argument, check_q
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.label_maps import read_json
-from data_tools.sources import FileSource, SourceFile
+from data_tools.sources import FileSource, SourceFile, why_unreadable
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.instances import require_dense
 from megavis.data.codecs.jpeg import join
@@ -165,7 +165,7 @@ def _file(
     num_bytes = path.stat().st_size if path.is_file() else -1
     described = json.dumps({"size": size, "objects": objects})
     is_empty = all(each["crowd"] for each in objects)
-    refused = _NO_OBJECT if skips_empty and is_empty else ""
+    refused = _NO_OBJECT if skips_empty and is_empty else why_unreadable(path)
     return InstanceFile(name, -1, num_bytes, refused=refused, annotation=described)
 
 

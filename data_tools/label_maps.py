@@ -36,7 +36,7 @@ from data_tools.image_shards import (
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.labelled.array_files import read_mat
 from data_tools.labelled.data_set import hdf5_array, ppm
-from data_tools.sources import FileSource, SourceFile, list_images
+from data_tools.sources import FileSource, SourceFile, list_images, why_unreadable
 from data_tools.user_text import read_text
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, decode_png, join, split
@@ -142,7 +142,11 @@ def _file(
         image,
         -1,
         path.stat().st_size if path.is_file() else -1,
-        refused=_fault(segments),
+        refused=(
+            _fault(segments)
+            or why_unreadable(path)
+            or why_unreadable(maps / annotation["file_name"])
+        ),
         map_path=str((maps / annotation["file_name"]).resolve()),
         segments=json.dumps(segments),
     )
@@ -251,8 +255,9 @@ def _encoder(arguments: argparse.Namespace) -> TargetEncoder:
 def _read_folders(file: SourceFile, root: Path, *, units: float) -> bytes:
     """Return image and depth as one payload. Raises OSError and RefusedImageError."""
     assert isinstance(file, PairFile)
+    depths = Path(file.target).read_bytes()
     try:
-        image = Image.open(file.target, formats=("PNG",))
+        image = Image.open(io.BytesIO(depths), formats=("PNG",))
         values = np.asarray(image)
     except Exception:  # Pillow raises almost any exception on damaged bytes
         raise RefusedImageError(_NO_DEPTH_PNG) from None

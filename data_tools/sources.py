@@ -22,7 +22,7 @@ from unicodedata import category
 import numpy as np
 
 from data_tools.decode import RefusedImageError
-from megavis.config.errors import UserError
+from megavis.config.errors import NOT_ALLOWED, UserError
 from megavis.data.format.folders import has_image_suffix, is_image, walk_files, why_no_images
 
 # Called with name and reason of each rejected file.
@@ -33,6 +33,7 @@ MAX_FILE_BYTES = 1 << 30
 CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
 _DUPLICATE = "duplicate name: the last one counts"
+UNREADABLE = "unreadable file"
 _NOT_REGULAR = "not a regular file"
 # Unicode's categories of control characters, and of separators of lines and paragraphs.
 _CONTROLS = ("Cc", "Zl", "Zp")
@@ -147,15 +148,19 @@ class FileSlice:
         return len(self.files)
 
     def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
-        """Yield the files of the slice in order."""
+        """Yield the files of the slice in order.
+
+        Raises OSError: what could not be read when it was listed has a reason in `refused`, so the
+        disk has failed since, and a rerun may read the file.
+        """
         for place, file in self.files:
             if file.refused or file.num_bytes > MAX_FILE_BYTES:
                 refuse(file.name, file.refused or TOO_LARGE)
                 continue
             try:
                 content = self.read(file, self.root)
-            except (OSError, RefusedImageError) as error:
-                refuse(file.name, "unreadable file" if isinstance(error, OSError) else str(error))
+            except RefusedImageError as refusal:
+                refuse(file.name, str(refusal))
                 continue
             if file.offset >= 0 and len(content) < file.num_bytes:
                 refuse(file.name, CUT_OFF)
@@ -235,7 +240,8 @@ def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -
     Files directly in `root` have no class, and a folder without images is not a class. Hidden files
     and folders are skipped; links are followed, but each folder is visited once. With `class_names`
     of another data set, its numbering is used. Raises UserError if `root` is not a folder, has no
-    images or holds a folder that cannot be listed, or if a class is not in `class_names`.
+    images or holds a folder that cannot be listed, or if a class is not in `class_names`, and
+    OSError if a file vanishes meanwhile.
     """
     root = Path(root)
     if not root.is_dir():
@@ -298,10 +304,25 @@ def number_classes(
 def _file_of(root: Path, raw: str) -> SourceFile:
     name = printable(raw)
     path = "" if name == raw else raw
+    place = root / raw
     try:
-        status = (root / raw).stat()
+        num_bytes = place.stat().st_size
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED and not place.is_symlink():
+            raise  # it was listed a moment ago, so the disk fails
+        num_bytes = -1
+    return SourceFile(name, -1, num_bytes, path, refused=why_unreadable(place))
+
+
+def why_unreadable(place: Path) -> str:
+    """Return why a file cannot be read, whatever happens later; empty if it can.
+
+    Such are a missing file, a broken link, a loop of links, and a file without permission.
+    """
+    try:
+        mode = place.stat().st_mode
     except OSError:
-        return SourceFile(name, -1, -1, path)  # reading it will fail and be counted
-    # Opening a pipe would block forever.
-    refused = "" if stat.S_ISREG(status.st_mode) else _NOT_REGULAR
-    return SourceFile(name, -1, status.st_size, path, refused=refused)
+        return UNREADABLE
+    if not stat.S_ISREG(mode):  # opening a pipe would block forever
+        return _NOT_REGULAR
+    return "" if os.access(place, os.R_OK) else UNREADABLE

@@ -35,6 +35,7 @@ from data_tools.sources import (
     SourceImage,
     SourcePart,
     printable,
+    why_unreadable,
 )
 from megavis.config.errors import UserError
 from megavis.data.format.folders import IMAGE_SUFFIXES, START_BYTES, Contents, looks_like_image
@@ -175,6 +176,7 @@ class TarPart:
         num_classes: upper bound of labels (`.cls` members); 0 to count them as unread.
         selection: images to select.
         store: store of its folder, if that is a URL.
+        refused: reason for rejecting it, if known without reading it.
     """
 
     path: Path
@@ -184,30 +186,30 @@ class TarPart:
     num_classes: int
     selection: ImageSelection
     store: Store | None = None
+    refused: str = ""
 
     def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
-        """Yield the images of the tar in order."""
+        """Yield the images of the tar in order.
+
+        Raises OSError if it cannot be read: that is no damage, and a rerun reads it again.
+        """
+        if self.refused:
+            refuse(self.path.name, self.refused)
+            return
         dropped = self.selection.dropped(self.number)
         unread = Counter() if unread is None else unread
-        try:
-            with self._opened() as file:
-                for place, sample in enumerate(self._samples(file, refuse, unread)):
-                    name = self._name(sample.image)
-                    if not self.selection.has(name):
-                        continue
-                    reason = dropped.get(name) or self._refusal(file, sample)
-                    if reason:
-                        refuse(name, reason)
-                        continue
-                    label = -1 if sample.label is None else int(sample.label)
-                    key = f"{self.number:06d}-{place:06d}"
-                    yield SourceImage(
-                        key, name, label, _content(file, sample.image, MAX_FILE_BYTES)
-                    )
-        except OSError:
-            if self.store is not None:  # a transfer error, not damage: a rerun fetches it again
-                raise
-            refuse(self.path.name, "unreadable file")
+        with self._opened() as file:
+            for place, sample in enumerate(self._samples(file, refuse, unread)):
+                name = self._name(sample.image)
+                if not self.selection.has(name):
+                    continue
+                reason = dropped.get(name) or self._refusal(file, sample)
+                if reason:
+                    refuse(name, reason)
+                    continue
+                label = -1 if sample.label is None else int(sample.label)
+                key = f"{self.number:06d}-{place:06d}"
+                yield SourceImage(key, name, label, _content(file, sample.image, MAX_FILE_BYTES))
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
@@ -320,6 +322,7 @@ class TarSource:
                 len(self.class_names),
                 self.selection,
                 self.store,
+                "" if self.store else why_unreadable(path),
             )
             for number, (path, size) in enumerate(self.tars)
         ]
