@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return close_output(error)
     except OSError as error:
         return _fail(describe_os_error(error), code=2 if error.errno in NOT_ALLOWED else 1)
+    except MemoryError:
+        return _fail("not enough memory: run the same command again with more of it", code=1)
     except KeyboardInterrupt:
         return _fail("interrupted; finished work is kept", code=130)
 

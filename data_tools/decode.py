@@ -99,6 +99,8 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
     except UnidentifiedImageError:
         known = content.startswith(_KNOWN_STARTS)
         raise RefusedImageError("damaged" if known else "not an image") from None
+    except MemoryError:  # says nothing about the file
+        raise
     except Exception as error:
         # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
         raise RefusedImageError(_kind_of_damage(content, error)) from None

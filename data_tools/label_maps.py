@@ -259,6 +259,8 @@ def _read_folders(file: SourceFile, root: Path, *, units: float) -> bytes:
     try:
         image = Image.open(io.BytesIO(depths), formats=("PNG",))
         values = np.asarray(image)
+    except MemoryError:  # says nothing about the file
+        raise
     except Exception:  # Pillow raises almost any exception on damaged bytes
         raise RefusedImageError(_NO_DEPTH_PNG) from None
     if not image.mode.startswith("I"):

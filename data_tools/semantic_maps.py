@@ -95,6 +95,8 @@ def read_semantic(content: bytes, *, num_classes: int, void: int) -> np.ndarray:
     try:
         picture = Image.open(io.BytesIO(content), formats=("PNG",))
         values = np.asarray(picture).astype(np.int64)
+    except MemoryError:  # says nothing about the file
+        raise
     except Exception:  # Pillow raises almost any exception on damaged bytes
         raise RefusedImageError(_NO_MAP) from None
     if values.ndim != 2:

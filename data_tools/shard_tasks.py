@@ -7,9 +7,11 @@ only what is missing. A unit is finished once its index exists next to its tar.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,14 +83,24 @@ class ShardEncoder(Protocol):
 def encode_each(
     pictures: list[SourceImage], samples: Callable[[SourceImage], Sequence[Sequence[bytes]]]
 ) -> list[Encoded]:
-    """Encode images one by one with `samples`, which may raise RefusedImageError."""
+    """Encode images one by one with `samples`, which may raise RefusedImageError.
+
+    Raises OSError with the name of the image if the memory is full.
+    """
     encoded: list[Encoded] = []
     for picture in pictures:
         try:
             encoded.append(samples(picture))
         except RefusedImageError as refusal:
             encoded.append(refusal)
+        except MemoryError:
+            raise _memory_full(picture.name) from None
     return encoded
+
+
+def _memory_full(name: str) -> OSError:
+    """Return the machine's failure on a file, after which a rerun may succeed."""
+    return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), name)
 
 
 @dataclass(frozen=True)
@@ -185,7 +197,10 @@ def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitRes
             stack.enter_context(open_shard(path, job=job, suffix=unit.encoder.suffix_in(folder)))
             for path, job, folder in zip(unit.paths, unit.jobs, unit.encoder.folders, strict=True)
         ]
-        _fill(unit, writers, unread, advance)
+        try:
+            _fill(unit, writers, unread, advance)
+        except MemoryError:
+            raise _memory_full(unit.shard) from None
     made = [writer.index for writer in writers]
     for path, index in zip(unit.paths, made, strict=True):
         index.unread = dict(sorted(unread.items()))

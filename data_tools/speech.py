@@ -279,6 +279,8 @@ def read_wav(content: bytes, *, resample: bool = False) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("error", wavfile.WavFileWarning)  # truncated files
             rate, samples = wavfile.read(io.BytesIO(content))
+    except MemoryError:  # says nothing about the file
+        raise
     except Exception:
         # The reader raises almost any exception on damaged bytes: struct.error, ValueError, ...
         raise RefusedImageError("no WAV file, or a damaged one") from None

@@ -142,6 +142,8 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
         return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
         raise DamagedImageError("neither a JPEG nor a PNG file") from None
+    except MemoryError:  # says nothing about the file
+        raise
     except Exception as error:
         # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
         raise DamagedImageError(str(error)) from None
@@ -219,6 +221,8 @@ def decode_png(content: bytes) -> np.ndarray:
         # Loading does not check the CRCs of pixel data; verify() does.
         Image.open(io.BytesIO(content), formats=("PNG",)).verify()
         return np.array(Image.open(io.BytesIO(content), formats=("PNG",)).convert("RGB"))
+    except MemoryError:  # says nothing about the file
+        raise
     except Exception as error:
         # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
         raise DamagedImageError(str(error)) from None
