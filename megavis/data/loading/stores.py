@@ -248,6 +248,7 @@ def _give_up_or_wait(
     """
     if isinstance(error, UserError):
         raise error
+    error = _reason_of_absence(error)
     if isinstance(error, FileNotFoundError) or _status(error) in (404, 410):
         check = "check the folder's name, and that its upload has finished"
         if what == "written":
@@ -264,6 +265,18 @@ def _give_up_or_wait(
     pause = min(MOST_SECONDS, PAUSE_SECONDS * 2 ** (failures - 1))
     # Not from a generator used for other draws.
     time.sleep(pause * secrets.SystemRandom().uniform(0.5, 1.0))
+
+
+def _reason_of_absence(error: Exception) -> Exception:
+    """Return why a file seems not to exist: fsspec says so of any HTTP error, and names its cause.
+
+    Only a status of the cause, 404 or 410, tells that the file does not exist.
+    """
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    is_of_http = type(cause).__module__.partition(".")[0] == "aiohttp"
+    return cause if is_of_http or isinstance(cause, TimeoutError) else error
 
 
 def _refusal(url: str, error: Exception, what: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 
 import pytest
 from image_files import tree
@@ -138,6 +139,46 @@ def test_what_cannot_be_read_is_one_sentence(store, tmp_path, capsys):
     store.fault = None
     assert jpeg("s3://web", tmp_path / "out", "--layout", "folder") == 2
     assert "is a URL, from which only webdataset tars are read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_web_server_is_asked_again(status, store, web, tmp_path, capsys):
+    """fsspec calls any answer to the question for a size, except a size, a missing file."""
+
+    def busy(request):
+        if request.name == "00001.tar" and request.turn == 0:
+            request.status, request.body = status, BUSY
+
+    def always_busy(request):
+        request.status, request.body = status, BUSY
+
+    source = f"{store.url}/web/{{00000..00001}}.tar"
+    store.fault = busy
+    assert jpeg(source, tmp_path / "out") == 0
+    assert jpeg(str(web / "{00000..00001}.tar"), tmp_path / "local") == 0
+    assert shards(tmp_path / "out") == shards(tmp_path / "local")
+    capsys.readouterr()
+    store.fault = always_busy
+    assert jpeg(source, tmp_path / "none") == 1
+    assert "00000.tar cannot be fetched after 6 attempts: " in capsys.readouterr().err
+
+
+def test_a_web_server_that_refuses_or_is_gone(store, tmp_path, capsys):
+    def deny(request):
+        request.status, request.body = 403, DENIED
+
+    source = f"{store.url}/web/00000.tar"
+    store.fault = deny
+    assert jpeg(source, tmp_path / "out") == 2
+    assert f"{source} may not be read, or does not exist (403" in capsys.readouterr().err
+    store.fault = None
+    assert jpeg(f"{store.url}/web/none.tar", tmp_path / "out") == 2
+    assert "/web/none.tar does not exist: " in capsys.readouterr().err
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert jpeg(f"http://127.0.0.1:{port}/00000.tar", tmp_path / "out") == 1
+    assert "00000.tar cannot be fetched after 6 attempts: " in capsys.readouterr().err
 
 
 def test_failures_of_downloads_are_told(web, tmp_path, capsys):
