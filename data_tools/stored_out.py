@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megavis.config.arguments import path_of
 from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer
 from megavis.data.format.manifest import MANIFEST_NAME
@@ -29,14 +30,14 @@ def local_folder(text: str) -> Path:
     """Parse `--out` of a command that writes no URL. Raises argparse.ArgumentTypeError."""
     if is_remote(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL: this command writes to a local folder")
-    return Path(text)
+    return path_of(text)
 
 
 def any_folder(text: str) -> Path | str:
     """Parse `--out` of a command that also writes to stores. Raises argparse.ArgumentTypeError."""
     if text.startswith(_READ_ONLY):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: give s3:// or gs://")
-    return text if is_remote(text) else Path(text)
+    return text if is_remote(text) else path_of(text)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from data_tools.sources import (
     printable,
     why_unreadable,
 )
+from megavis.config.arguments import path_of
 from megavis.config.errors import UserError
 from megavis.data.format.folders import IMAGE_SUFFIXES, START_BYTES, Contents, looks_like_image
 from megavis.data.loading.remote import is_remote
@@ -398,8 +399,8 @@ def _expanded(pattern: str) -> list[str]:
 
 
 def source_place(text: str) -> Path | str:
-    """Return a URL as it is, and anything else as a path: for the command line."""
-    return text if is_remote(text) else Path(text)
+    """Parse a URL, which is returned as it is, or a path. Raises argparse.ArgumentTypeError."""
+    return text if is_remote(text) else path_of(text)
 
 
 def _suffix(member: tarfile.TarInfo) -> str:

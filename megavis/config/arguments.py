@@ -56,12 +56,24 @@ def comma_separated(kind: Callable[[str], Any], what: str) -> Callable[[str], li
     return parse
 
 
+def path_of(text: str) -> Path:
+    """Parse a path; raises argparse.ArgumentTypeError if it is empty.
+
+    `Path("")` is the current folder, and an unset variable of a shell gives an empty text.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "the path is empty, as from an unset variable: give a path, or . for this folder"
+        )
+    return Path(text)
+
+
 def output_file(text: str) -> Path:
     """Parse the path of a file to write; folders are created when it is written.
 
     Raises argparse.ArgumentTypeError if it cannot be written there.
     """
-    path = Path(text)
+    path = path_of(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
     folder = next(each for each in path.absolute().parents if each.exists())
@@ -167,6 +179,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self, *, fill: Callable[[ArgumentParser], None] | None = None, **options: Any
     ) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
+        self.register("type", Path, path_of)
         # Lets a command determine which of its options were given.
         self.set_defaults(default_of=self.get_default)
         self._fill = fill

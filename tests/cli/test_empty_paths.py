@@ -1,0 +1,32 @@
+"""An empty path, as from an unset variable of a shell, is not the current folder."""
+
+import pytest
+
+import data_tools.__main__
+import megavis.cli
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["jpeg", "images", "--out", ""],
+        ["jpeg", "", "--out", "out"],
+        ["speech", "words", "--out", ""],
+        ["palette", "fit", "images", "--out", ""],
+        ["pairs", "images", "", "--out", "out", "--size", "8"],
+        ["filter", "", "--out", "out"],
+        ["letters", ""],
+    ],
+)
+def test_data_tools_refuse_it(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert data_tools.__main__.main(words) == 2
+    error = capsys.readouterr().err
+    assert "the path is empty, as from an unset variable" in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_megavis_refuses_it(capsys):
+    assert megavis.cli.main(["sample", "", "--out", "sheet.png"]) == 2
+    assert "the path is empty" in capsys.readouterr().err
