@@ -151,12 +151,19 @@ def remove_reports(arguments: argparse.Namespace) -> None:
 
 
 def refuse_nested(source: Path | str, out: Path | str, what: str = "the source") -> None:
-    """Raise UserError if `out` lies inside the source."""
-    if isinstance(source, str) and isinstance(out, str):
-        inside = f"{out.rstrip('/')}/".startswith(f"{source.rstrip('/')}/")
-    elif isinstance(source, Path) and isinstance(out, Path):
-        inside = out.resolve().is_relative_to(source.resolve())
-    else:
-        inside = False
-    if inside:
+    """Raise UserError if `out` lies inside the source, or the source inside `out`.
+
+    With a manifest, a folder around the source would be read as shards from then on.
+    """
+    if _lies_in(out, source):
         raise UserError(f"--out {out} lies inside {what}: choose another place")
+    if _lies_in(source, out):
+        raise UserError(f"--out {out} holds {what} {source}: choose a folder of its own")
+
+
+def _lies_in(place: Path | str, other: Path | str) -> bool:
+    if isinstance(place, str) and isinstance(other, str):
+        return f"{place.rstrip('/')}/".startswith(f"{other.rstrip('/')}/")
+    if isinstance(place, Path) and isinstance(other, Path):
+        return place.resolve().is_relative_to(other.resolve())
+    return False

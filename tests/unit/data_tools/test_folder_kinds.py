@@ -33,6 +33,18 @@ def jpeg(root, out, *options):
     return main(["jpeg", str(root), "--out", str(out), *map(str, options)])
 
 
+def test_out_may_not_hold_the_source(tmp_path, capsys):
+    """Its manifest would make the folder of everything a folder of shards."""
+    root = two_classes(tmp_path / "data" / "raw")
+    tar = write_tar(tmp_path / "data" / "web.tar", web_members(range(2)))
+    for source in (root, tar):
+        assert jpeg(source, tmp_path / "data") == 2
+        error = capsys.readouterr().err
+        assert f"--out {tmp_path / 'data'} holds the source {source}: choose a folder of" in error
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {"raw", "web.tar"}
+    assert jpeg(root, tmp_path / "data" / "shards") == 0
+
+
 def test_hidden_files_are_no_images_to_evaluate(tmp_path):
     root = two_classes(tmp_path)
     write_folder(root, {"bird/._a.jpg": b"resource fork", ".cache/c.jpg": b"x"})
