@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from megavis.data.codecs.jpeg import (
     DamagedImageError,
@@ -28,6 +28,16 @@ MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
 _JPEG_START = b"\xff\xd8\xff"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
+# The inverse of what Pillow does for a value of EXIF's orientation.
+_TURNED_BACK = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
 _KNOWN_STARTS = (_JPEG_START, _PNG_START, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
 
 
@@ -90,10 +100,10 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
         if content.startswith(_PNG_START):
             # Loading does not check the CRCs of pixel data; verify() does.
             Image.open(io.BytesIO(content), formats=formats).verify()
-        image = Image.open(io.BytesIO(content), formats=formats)
-        if image.width * image.height > MAX_PIXELS:
+        opened = Image.open(io.BytesIO(content), formats=formats)
+        if opened.width * opened.height > MAX_PIXELS:
             raise Image.DecompressionBombError
-        image.load()
+        image = _loaded(opened)
     except Image.DecompressionBombError:
         raise RefusedImageError("too large") from None
     except UnidentifiedImageError:
@@ -104,10 +114,25 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
     except Exception as error:
         # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
         raise RefusedImageError(_kind_of_damage(content, error)) from None
+    # Pillow scales a PGM's numbers to 16 bits; the range of others, such as a TIFF's, is unknown.
+    if image.mode == "I" and opened.format != "PPM":
+        raise RefusedImageError("unsupported pixel format")
     try:
         return _to_rgb(image)
     except ValueError:  # Pillow cannot convert this mode to RGB
         raise RefusedImageError("unsupported pixel format") from None
+
+
+def _loaded(image: Image.Image) -> Image.Image:
+    """Load an image as it is stored: Pillow turns a TIFF by its orientation, and no other file."""
+    if image.format != "TIFF":  # damage to the metadata of others does not matter
+        image.load()
+        return image
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    image.load()
+    if orientation in _TURNED_BACK and ExifTags.Base.Orientation not in image.getexif():
+        return image.transpose(_TURNED_BACK[orientation])
+    return image
 
 
 def _kind_of_damage(content: bytes, error: Exception) -> str:

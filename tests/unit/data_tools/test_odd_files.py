@@ -59,6 +59,35 @@ def test_other_color_spaces_of_tiff():
         assert difference(encoded(real_picture().convert(mode), "TIFF")) < 2
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])  # Pillow's own reader, and libtiff
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "I;16"])
+def test_orientation_of_tiff_is_ignored(orientation, compression, mode):
+    numbers = np.arange(6 * 4, dtype=np.uint8).reshape(6, 4)
+    picture = Image.fromarray(numbers * 10)
+    if mode == "I;16":
+        picture = Image.fromarray(numbers.astype(np.uint16) * 2570)
+    elif mode != "L":
+        picture = picture.convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(picture, "TIFF", exif=exif, compression=compression)
+    assert (decode_image(content) == numbers[..., None] * 10).all()
+
+
+def test_numbers_of_unknown_range():
+    """As 16-bit numbers, those of a TIFF of 32 bits would be nearly black."""
+    numbers = np.arange(48, dtype=np.int32).reshape(6, 8) * 5
+    for each in (numbers, numbers.astype(np.float32)):
+        with pytest.raises(RefusedImageError, match="unsupported pixel format"):
+            decode_image(encoded(Image.fromarray(each), "TIFF"))
+    grey = np.arange(0, 65536, 1366, dtype=np.uint16).reshape(6, 8)
+    expected = np.round(grey / 257)[..., None]
+    assert (decode_image(b"P5 8 6 65535\n" + grey.astype(">u2").tobytes()) == expected).all()
+    for image_format in ("PNG", "TIFF"):
+        assert (decode_image(encoded(Image.fromarray(grey), image_format)) == expected).all()
+
+
 def png_of_size(width, height):
     """Return a PNG whose header names a size, and which has the pixels of no image."""
 
