@@ -27,8 +27,8 @@ _NUMBER = re.compile(r"_(\d+)\.[A-Za-z]+$")
 _BETWEEN_WORDS = re.compile(r"[\s,]+")
 _KAGGLE_COLUMNS = ("ImageId", "PredictionString")
 _WHOLE_SET = 50_000
-# Kaggle's table is four folders above its images.
-_LEVELS = 4
+# Kaggle's table is in the folder of this one.
+_TREE = ("ILSVRC", "Data", "CLS-LOC")
 
 # A line's number and words.
 Row = tuple[int, list[str]]
@@ -112,8 +112,14 @@ def _stem(name: str) -> str:
 
 
 def find_truth(place: Path) -> Path | None:
-    """Return the ground truth next to the images, or above them as in Kaggle's tree."""
-    for folder in place.resolve().parents[:_LEVELS]:
+    """Return the ground truth next to the images, or above them in Kaggle's tree.
+
+    Elsewhere a list further up would be that of other images.
+    """
+    folders = place.resolve().parents
+    in_tree = [folder for folder in folders if folder.parts[-len(_TREE) :] == _TREE]
+    levels = folders.index(in_tree[0]) + len(_TREE) + 1 if in_tree else 1
+    for folder in folders[:levels]:
         for name in (KAGGLE_TRUTH, _KIT, f"{_KIT}.tar.gz", _TRUTH):
             if (folder / name).exists():
                 return folder / name

@@ -22,7 +22,7 @@ from image_sources import (
 )
 
 from data_tools.__main__ import main
-from data_tools.ground_truth import read_truth
+from data_tools.ground_truth import find_truth, read_truth
 from data_tools.palette import sample_pixels
 from data_tools.source_formats import find_layout
 from data_tools.sources import FileSource
@@ -106,6 +106,16 @@ def test_validation_labels(layouts, place, options):
     assert len(found) == 6
     for number, (name, label) in enumerate(sorted(found.items())):
         assert label == expected[SYNSETS[number % 3]], name
+
+
+def test_ground_truth_of_folders_further_up_is_that_of_others(tmp_path):
+    above = tmp_path / "data" / "ILSVRC2012_devkit_t12"
+    write_kit(above)
+    root = write_folder(tmp_path / "data" / "mine" / "val", validation_files())
+    assert find_truth(root.parent) == above
+    assert find_truth(root) is None
+    with pytest.raises(UserError, match="whose labels are elsewhere: give --ground-truth"):
+        opened(root)
 
 
 def test_validation_layouts_are_equal(layouts):
