@@ -315,9 +315,10 @@ def _validation(
         raise UserError(f"{place} does not exist: give ImageNet's validation tar or folder")
     truth = truth or find_truth(place)
     if truth is None:
+        unlabelled = "folder" if place.is_dir() else "webdataset"
         raise UserError(
             f"{place} has ImageNet's validation images, whose labels are elsewhere: "
-            "give --ground-truth, or --layout folder for no labels"
+            f"give --ground-truth, or --layout {unlabelled} for no labels"
         )
     return validation(place, truth=read_truth(truth, classes), class_names=classes), str(truth)
 

@@ -270,6 +270,10 @@ def test_ground_truth_errors(layouts, tmp_path):
     with pytest.raises(UserError, match="give --ground-truth"):
         opened(alone)
     assert set(labels_by_name(opened(alone, "--layout", "folder")).values()) == {-1}
+    tar = write_tar(tmp_path / "tar" / "val.tar", list(validation_files(2).items()))
+    with pytest.raises(UserError, match="or --layout webdataset for no labels"):
+        opened(tar)
+    assert set(labels_by_name(opened(tar, "--layout", "webdataset")).values()) == {-1}
     table = (layouts / "kaggle" / "LOC_val_solution.csv").read_text()
     table = table.replace(SYNSETS[0], "n09999999")
     (tmp_path / "LOC_val_solution.csv").write_text(table)
