@@ -9,6 +9,7 @@ sorted names, as in the folders of the training set.
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,27 +28,23 @@ from data_tools.sources import (
 )
 from data_tools.tars import BrokenTarError, Stretch, tar_members, why_not
 from megavis.config.errors import UserError
+from megavis.data.format.folders import Contents
 
 VALIDATION_START = "ILSVRC2012_val_"
 _NO_LABEL = "not in the ground truth"
 _NO_CLASS_TAR = "not the tar of a class"
+_CLASS_TAR = re.compile(r"n\d{8}\.tar")
 _WHOLE_FILE = "."  # the root of a source in one tar is that tar
 
 
 def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
-    """List `ILSVRC2012_img_train.tar`, a tar with one tar per class, without unpacking it.
+    """List `ILSVRC2012_img_train.tar`, a tar with one tar per class, or a folder of these tars.
 
-    Every header is read once (one seek per image); images are later read at their offsets. A
-    damaged class tar yields the images before the damage, and is reported. Raises UserError and
-    OSError.
+    Nothing is unpacked. Every header is read once (one seek per image); images are later read at
+    their offsets. A damaged class tar yields the images before the damage, and is reported. Raises
+    UserError and OSError.
     """
-    files: list[SourceFile] = []
-    with path.open("rb") as file:
-        try:
-            for outer in tar_members(file):
-                files += _class_tar(file, outer)
-        except BrokenTarError as error:
-            files.append(SourceFile(path.name, -1, 0, _WHOLE_FILE, refused=str(error)))
+    files = list(_class_tars(path) if path.is_dir() else _tar_of_tars(path))
     folders = {file.name.split("/")[0] for file in files if "/" in file.name}
     if not folders:
         raise UserError(f"{path} has no class tars such as n01440764.tar")
@@ -60,8 +57,32 @@ def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSo
     )
 
 
+def are_class_tars(names: Sequence[str]) -> bool:
+    """Return whether all tars are named like those of ImageNet's classes, `n01440764.tar`."""
+    return all(map(_CLASS_TAR.fullmatch, names))
+
+
+def _tar_of_tars(path: Path) -> Iterator[SourceFile]:
+    with path.open("rb") as file:
+        try:
+            for outer in tar_members(file):
+                yield from _class_tar(file, outer)
+        except BrokenTarError as error:
+            yield SourceFile(path.name, -1, 0, _WHOLE_FILE, refused=str(error))
+
+
+def _class_tars(folder: Path) -> Iterator[SourceFile]:
+    """Yield the images of the class tars in a folder, with the names that the outer tar gives."""
+    for name in Contents.of(folder).tars:
+        with (folder / name).open("rb") as file:
+            outer = tarfile.TarInfo(name)
+            outer.size, outer.offset_data = os.fstat(file.fileno()).st_size, 0
+            for picture in _class_tar(file, outer):
+                yield replace(picture, path=name)
+
+
 def _class_tar(file: BinaryIO, outer: tarfile.TarInfo) -> Iterator[SourceFile]:
-    """Yield the images of one class tar."""
+    """Yield the images of one class tar, which lies in another file."""
     name, suffix = os.path.splitext(outer.name.split("/")[-1])
     if suffix != ".tar" or not outer.isreg():
         yield SourceFile(printable(outer.name), -1, outer.size, _WHOLE_FILE, refused=_NO_CLASS_TAR)

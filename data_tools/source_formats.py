@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import cast
 
 from data_tools.ground_truth import KAGGLE_TRUTH, find_truth, read_truth
-from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validation
+from data_tools.imagenet import (
+    VALIDATION_START,
+    are_class_tars,
+    flat_files,
+    train_tar,
+    validation,
+)
 from data_tools.job_report import say
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
@@ -61,9 +67,10 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
         "source",
         type=source_place,
         help="an image folder (the first folder on the path to a file is its class), "
-        "ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar or its folder, the root of Kaggle's "
-        "ILSVRC (its training set), webdataset tars (a folder of them, one, or a pattern such as "
-        "'web/{00000..00123}.tar', also at s3://, gs:// or https://), a folder of jpeg shards, or "
+        "ILSVRC2012_img_train.tar or the folder of its class tars, ILSVRC2012_img_val.tar or its "
+        "folder, the root of Kaggle's ILSVRC (its training set), webdataset tars (a folder of "
+        "them, one, or a pattern such as 'web/{00000..00123}.tar',"
+        " also at s3://, gs:// or https://), a folder of jpeg shards, or "
         "a labelled data set as published: "
         f"{', '.join(DATA_SETS)}",
     )
@@ -271,21 +278,23 @@ def _folder_layout(place: Path) -> str:
     if any(map(_is_validation, contents.images)):
         return "imagenet-validation"
     if contents.tars:
-        _refuse_imagenet_tars(place, contents.tars)
-        return "webdataset"
+        return _layout_of_tars(place, contents.tars)
     if not contents.images and all(name.endswith(_URL_LISTS) for name in contents.others):
         for name in contents.others:
             _refuse_url_list(place / name)
     return "folder"
 
 
-def _refuse_imagenet_tars(place: Path, tars: Sequence[str]) -> None:
+def _layout_of_tars(place: Path, tars: Sequence[str]) -> str:
+    if are_class_tars(tars):
+        return "imagenet-train-tar"
     named = [name for name in tars if name.startswith(_IMAGENET_TARS)]
     if named:
         raise UserError(
             f"{place} holds {' and '.join(named)}, which are not web images: give one of them, such"
             f" as {place / named[0]}"
         )
+    return "webdataset"
 
 
 def _is_validation(name: str) -> bool:

@@ -50,7 +50,9 @@ def layouts(tmp_path_factory):
     root = tmp_path_factory.mktemp("layouts")
     training, validation = training_files(), validation_files()
     write_folder(root / "train", training)
-    write_train_tar(root / "ILSVRC2012_img_train.tar", training)
+    train = write_train_tar(root / "ILSVRC2012_img_train.tar", training)
+    with tarfile.open(train) as tar:
+        tar.extractall(root / "class_tars", filter="data")
     write_kaggle(root / "kaggle", training, validation)
     write_folder(root / "flat" / "val", validation)
     write_tar(root / "flat" / "ILSVRC2012_img_val.tar", list(validation.items()))
@@ -69,7 +71,7 @@ def layouts(tmp_path_factory):
 
 def test_layouts_give_the_same_shards(layouts, tmp_path):
     trees, manifests = [], []
-    for place in ("train", "ILSVRC2012_img_train.tar", "kaggle", "shards"):
+    for place in ("train", "ILSVRC2012_img_train.tar", "class_tars", "kaggle", "shards"):
         out = tmp_path / place
         words = ["jpeg", str(layouts / place), "--out", str(out), "--samples-per-shard", "5"]
         assert main([*words, "--size", "16"]) == 0
@@ -123,6 +125,21 @@ def test_validation_layouts_are_equal(layouts):
     kaggle = opened(layouts / "kaggle", "--layout", "kaggle-validation")
     assert folder.sha256 == tar.sha256 == kaggle.sha256
     assert pictures(folder) == pictures(tar) == pictures(kaggle)
+
+
+def test_a_folder_of_class_tars_with_a_broken_one(tmp_path):
+    for name in ("n01000000", "n02000000"):
+        members = [(f"{name}_{number}.JPEG", small_jpeg(number)) for number in range(2)]
+        tar = write_tar(tmp_path / f"{name}.tar", members)
+    end = 512 + -(-len(small_jpeg(0)) // 512) * 512  # of the first image
+    tar.write_bytes(tar.read_bytes()[: end + 100])
+    found, refused = pictures(opened(tmp_path))
+    assert {picture.name: picture.label for picture in found} == {
+        "n01000000/n01000000_0.JPEG": 0,
+        "n01000000/n01000000_1.JPEG": 0,
+        "n02000000/n02000000_0.JPEG": 1,
+    }
+    assert refused == {"n02000000/n02000000.tar": "tar cut off: what follows in it is lost"}
 
 
 def test_split_is_the_same_in_every_layout(layouts):
@@ -192,6 +209,7 @@ def test_find_layout(layouts):
     expected = {
         "train": "folder",
         "ILSVRC2012_img_train.tar": "imagenet-train-tar",
+        "class_tars": "imagenet-train-tar",
         "kaggle": "kaggle-train",
         "kaggle/ILSVRC/Data/CLS-LOC/train": "folder",
         "flat/val": "imagenet-validation",
