@@ -48,10 +48,11 @@ def _size(source: ImageSource, *, by_suffix: bool) -> str:
 
 
 def besides(place: Path, layout: str) -> Iterator[str]:
-    """Yield a line on files in a folder of a detected layout that are not read, and how to."""
+    """Yield lines on files in a folder of a detected layout that are not read, and how to."""
     if not place.is_dir() or layout not in ("folder", "webdataset", "imagenet-validation"):
         return
     contents = Contents.of(place)
+    yield from _unread_tars(place, contents, layout)
     tars = counted(len(contents.tars), "tar")
     the_tars = "the tar is" if len(contents.tars) == 1 else "the tars are"
     if layout == "webdataset" and contents.images:
@@ -64,6 +65,20 @@ def besides(place: Path, layout: str) -> Iterator[str]:
             f"{place} holds {tars} besides {read}: {the_tars} not read; for tars give --layout"
             " webdataset"
         )
+
+
+def _unread_tars(place: Path, contents: Contents, layout: str) -> Iterator[str]:
+    """Yield lines on compressed tars, and on tars in the folders of a folder of tars."""
+    if contents.compressed_tars:
+        tars = counted(len(contents.compressed_tars), "compressed tar")
+        yield f"{place} holds {tars}, such as {contents.compressed_tars[0]}, not read: unpack first"
+    if layout == "webdataset":
+        for name in contents.other_folders:
+            if inner := Contents.of(place / name).tars:
+                yield (
+                    f"{place / name} holds {counted(len(inner), 'tar')}, not read: only tars"
+                    f" directly in {place} are; move them there, or give {place / name}"
+                )
 
 
 def folders_in_tars(source: TarSource) -> Iterator[str]:

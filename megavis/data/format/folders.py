@@ -172,6 +172,11 @@ class Contents:
     images: tuple[str, ...]
     others: tuple[str, ...]
 
+    @property
+    def compressed_tars(self) -> tuple[str, ...]:
+        """The names of tars that must be unpacked first."""
+        return tuple(name for name in self.others if name.lower().endswith(COMPRESSED_TARS))
+
     @classmethod
     def of(cls, folder: Path) -> Contents:
         """List a folder. Raises UserError if it, or one in it, cannot be listed."""
@@ -193,9 +198,8 @@ class Contents:
 def why_no_images(root: Path) -> str:
     """Explain a folder without images: what it holds instead, and what to do."""
     contents = Contents.of(root)
-    compressed = [name for name in contents.others if name.lower().endswith(COMPRESSED_TARS)]
-    if compressed:
-        return f"{root / compressed[0]} is a compressed tar: unpack it first"
+    if contents.compressed_tars:
+        return f"{root / contents.compressed_tars[0]} is a compressed tar: unpack it first"
     for name in contents.other_folders:
         tars = Contents.of(root / name).tars
         if tars:

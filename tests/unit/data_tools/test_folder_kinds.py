@@ -93,6 +93,22 @@ def test_tars_and_images(tmp_path, capsys):
     assert Manifest.read(tmp_path / "out").num_samples == 3
 
 
+def test_tars_that_are_not_read_are_told(tmp_path, capsys):
+    root = tmp_path / "web"
+    for name in ("00000.tar", "more/00001.tar", "more/00002.tar"):
+        write_tar(root / name, web_members(range(2)))
+    write_folder(root, {"00003.tar.gz": b"\x1f\x8b\x08", "00004.tgz": b"\x1f\x8b\x08"})
+    assert jpeg(root, tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert f"{root} holds 2 compressed tars, such as 00003.tar.gz, not read: unpack" in said
+    assert f"{root / 'more'} holds 2 tars, not read: only tars directly in {root} are" in said
+    assert Manifest.read(tmp_path / "out").num_samples == 2
+    images = two_classes(tmp_path / "images")
+    write_folder(images, {"c.tar.xz": b"\xfd7zXZ"})
+    assert jpeg(images, tmp_path / "folders") == 0
+    assert "holds 1 compressed tar, such as c.tar.xz, not read" in capsys.readouterr().out
+
+
 def test_folders_without_images_are_no_classes(tmp_path, capsys):
     root = two_classes(tmp_path / "images")
     write_folder(
