@@ -11,7 +11,8 @@ import csv
 import functools
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from data_tools.resize import (
 )
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
-from data_tools.sources import ImageSource, SourceImage, SourcePart
+from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
 from megavis.config.arguments import output_file
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.codec import PaletteCodec
@@ -133,7 +134,7 @@ def sample_pixels(
 
     Images come in random order and give equally many pixels, at least 64 each, so that only part of
     a large source is read; of webdataset tars, in random order, only the beginnings are read.
-    Invalid files are skipped. Raises UserError if no file is a valid image.
+    Invalid files are skipped, and counted in print. Raises UserError if no file is a valid image.
     """
     random = np.random.default_rng(seed)
     parts = source.parts(files_per_part=_ALL, seed=seed)
@@ -142,38 +143,46 @@ def sample_pixels(
     each = min(each, size * size)
     wanted = -(-num_pixels // each)
     samples: list[np.ndarray] = []
+    refused: dict[str, str] = {}  # by name: the beginnings of tars are read twice
     with ProgressBar("reading images", total=min(wanted, num_files)) as progress:
-        for picture in _pictures(parts, count=wanted, random=random):
+        for picture in _pictures(parts, refused.__setitem__, count=wanted, random=random):
             try:
                 pixels = decode_image(picture.content)
                 image = resize_and_crop(pixels, size=size, library=library)
-            except RefusedImageError:
+            except RefusedImageError as refusal:
+                refused[picture.name] = str(refusal)
                 continue
             chosen = random.choice(size * size, each, replace=False)
             samples.append(image.reshape(-1, 3)[chosen])
             progress.advance()
             if len(samples) == wanted:
                 break
+    _say_refused(refused)
     if not samples:
         raise UserError(f"{source.root} has no valid image")
     return np.concatenate(samples)[:num_pixels]
 
 
+def _say_refused(refused: Mapping[str, str]) -> None:
+    """Print the number of rejected files by reason, from the reason by name, as `run_job` does."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, reason in refused.items():
+        names[reason].append(name)
+    for reason in sorted(names):
+        say(f"  skipped, {reason}: {len(names[reason])} (the first: {names[reason][0]})")
+
+
 def _pictures(
-    parts: list[SourcePart], *, count: int, random: np.random.Generator
+    parts: list[SourcePart], refuse: Refuse, *, count: int, random: np.random.Generator
 ) -> Iterator[SourceImage]:
     """Yield images of all parts: a share of `count` from the start of each, then the rest."""
     if len(parts) == 1:
-        yield from parts[0].pictures(_ignore)
+        yield from parts[0].pictures(refuse)
         return
     order, share = random.permutation(len(parts)).tolist(), -(-count // len(parts))
     for start, stop in ((0, share), (share, None)):
         for number in order:
-            yield from itertools.islice(parts[number].pictures(_ignore), start, stop)
-
-
-def _ignore(name: str, reason: str) -> None:
-    pass
+            yield from itertools.islice(parts[number].pictures(refuse), start, stop)
 
 
 def _summary(palette: Palette, error: float, num_pixels: int, out: Path) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import webdataset
 from image_files import bad_files, encoded, real_jpegs, real_picture, tree
+from image_sources import small_jpeg, web_members, write_folder, write_tar
 from PIL import Image
 
 from data_tools import palette
@@ -208,6 +209,25 @@ def test_errors_are_one_line(case, images, palette_file, tmp_path, capsys):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert not (out / "manifest.json").exists()
+
+
+def test_fit_tells_what_it_cannot_read(tmp_path, capsys):
+    good = small_jpeg(0)
+    root = write_folder(tmp_path / "set", {"a.jpg": good, "b.jpg": b"", "c.jpg": good[:500]})
+    words = ["palette", "fit", str(root), "--out", str(tmp_path / "palette.npy"), "--num-colors"]
+    assert main([*words, "4"]) == 0
+    said = capsys.readouterr().out
+    assert "  skipped, zero bytes: 1 (the first: b.jpg)\n" in said
+    assert "  skipped, truncated: 1 (the first: c.jpg)\n" in said
+    for number in range(2):
+        write_tar(tmp_path / "web" / f"{number}.tar", web_members(range(2)))
+    broken = tmp_path / "web" / "0.tar"
+    broken.write_bytes(broken.read_bytes()[:3_000])
+    words[2] = str(tmp_path / "web")
+    assert main([*words, "4"]) == 0
+    assert "  skipped, tar cut off: what follows in it is lost: 1 (the first: 0.tar)" in (
+        capsys.readouterr().out
+    )
 
 
 def test_symlink_cycles(images, palette_file, tmp_path):
