@@ -21,6 +21,7 @@ from data_tools.measuring import add_measure_argument, measuring_too
 from data_tools.resize import (
     Crop,
     add_crop_arguments,
+    check_sizes,
     crop_from,
     preparation,
     resize_name,
@@ -138,8 +139,9 @@ def open_encoding(
     arguments: argparse.Namespace,
 ) -> tuple[dict[str, Any], LatentTokenizer | IdTokenizer]:
     """Return an encoder's fields except `flip`, and the network, from the options."""
-    if min(arguments.size, arguments.batch_size) < 1:
-        raise UserError("--size and --batch-size must be at least 1")
+    check_sizes([arguments.size])
+    if arguments.batch_size < 1:
+        raise UserError("--batch-size must be at least 1")
     from megavis.tokenizers.network_tokenizer import open_tokenizer
 
     device = _checked_device(arguments.device)

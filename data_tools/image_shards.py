@@ -32,6 +32,7 @@ from data_tools.resize import (
     Library,
     add_resize_argument,
     check_aspect,
+    check_sizes,
     nearest_square,
     preparation,
     resize_and_crop,
@@ -88,8 +89,7 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
 def run_jpeg(arguments: argparse.Namespace) -> int:
     """Write the shard folders. Raises UserError and OSError."""
     sizes = tuple(dict.fromkeys(arguments.size))
-    if min(sizes, default=1) < 1:
-        raise UserError("--size must be at least 1")
+    check_sizes(sizes)
     check_quality(arguments.quality)
     encoder = measuring_too(JpegEncoder(sizes, arguments.quality, arguments.resize), arguments)
     return run_job(open_source(arguments), encoder, arguments, label="jpeg")
@@ -225,8 +225,7 @@ def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pairs(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
-    if arguments.size < 1:
-        raise UserError("--size must be at least 1")
+    check_sizes([arguments.size])
     check_quality(arguments.quality)
     refuse_nested(arguments.targets, arguments.out, "the targets")
     images = list_images(arguments.images, class_names=read_class_names(arguments.classes_from))

@@ -28,6 +28,7 @@ from data_tools.resize import (
     Library,
     add_crop_arguments,
     add_resize_argument,
+    check_sizes,
     crop_from,
     preparation,
     resize_and_crop,
@@ -76,8 +77,9 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_fit(arguments: argparse.Namespace) -> int:
     """Fit and write a palette, and print its error. Raises UserError."""
-    if arguments.pixels < 1 or arguments.size < 1 or arguments.seed < 0:
-        raise UserError("--pixels and --size must be at least 1, and --seed at least 0")
+    check_sizes([arguments.size])
+    if arguments.pixels < 1 or arguments.seed < 0:
+        raise UserError("--pixels must be at least 1, and --seed at least 0")
     if not 1 <= arguments.num_colors <= MAX_COLORS:
         raise UserError(f"--num-colors must be in [1, {MAX_COLORS}], not {arguments.num_colors}")
     pixels = sample_pixels(
@@ -254,8 +256,7 @@ def add_shards_arguments(parser: argparse.ArgumentParser) -> None:
 def run_shards(arguments: argparse.Namespace) -> int:
     """Write the shard folders. Raises UserError and OSError."""
     sizes = tuple(dict.fromkeys(arguments.size))
-    if min(sizes) < 1:
-        raise UserError("--size must be at least 1")
+    check_sizes(sizes)
     crop = crop_from(arguments)
     palette = Palette.load(arguments.palette)
     source = open_source(arguments)

@@ -18,13 +18,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 from PIL import Image
 
-from data_tools.decode import RefusedImageError, decoder_versions
+from data_tools.decode import MAX_PIXELS, RefusedImageError, decoder_versions
 from megavis.config.errors import UserError
 from megavis.data.codecs.crops import NUM_INCEPTION_DRAWS, Window, cut, inception_window, resize
 
 Library = Literal["torch", "pillow"]
 LIBRARIES: tuple[Library, ...] = get_args(Library)
 _NAMES = {"torch": "torch", "pillow": "Pillow"}
+MAX_SIDE = math.isqrt(MAX_PIXELS)
+"""Side of the largest square that is read again."""
 CROP = "shorter side to image_size, then centre crop"
 # The paper's preparation of ImageNet: Generative Pretraining from Pixels, section 3.1.
 _PAPER_SIDE = 224
@@ -165,6 +167,13 @@ def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
     height, width = image.shape[:2]
     shorter = min(height, width)
     return round(height * shorter_side / shorter), round(width * shorter_side / shorter)
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raise UserError if a side of squares to write is not positive, or too long to be read."""
+    for size in sizes:
+        if not 1 <= size <= MAX_SIDE:
+            raise UserError(f"--size must be at least 1 and at most {MAX_SIDE}, not {size}")
 
 
 def check_aspect(image: np.ndarray) -> None:

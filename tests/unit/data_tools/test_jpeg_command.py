@@ -98,7 +98,11 @@ def test_several_sizes_equal_single_runs(images, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--size", "0"], "--size must be at least 1"), (["--quality", "0"], "--quality must lie in")],
+    [
+        (["--size", "0"], "--size must be at least 1 and at most 13377, not 0"),
+        (["--size", "8", "100000"], "--size must be at least 1 and at most 13377, not 100000"),
+        (["--quality", "0"], "--quality must lie in"),
+    ],
 )
 def test_errors_are_one_line(images, tmp_path, capsys, words, message):
     assert main(["jpeg", str(images), "--out", str(tmp_path / "out"), *words]) == 2

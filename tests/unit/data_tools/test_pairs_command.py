@@ -134,6 +134,7 @@ def test_pairs_are_cropped_and_flipped_alike(folders, tmp_path):
     ("words", "message"),
     [
         (["--size", "0"], "--size must be at least 1"),
+        (["--size", "100000"], "--size must be at least 1 and at most 13377, not 100000"),
         (["--quality", "101"], "--quality must lie in"),
     ],
 )
