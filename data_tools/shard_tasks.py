@@ -35,6 +35,8 @@ Encoded = Sequence[Sequence[bytes] | RefusedImageError] | RefusedImageError
 
 # The process that collects the results keeps only a part of the names of rejected files.
 _MOST_NAMES = 100
+# Keys of an image's samples after its first. The numbers in keys of tars have six digits or more.
+_FURTHER_CROP = re.compile(r"-[1-9]\d{0,4}$")
 
 
 class ShardEncoder(Protocol):
@@ -303,7 +305,7 @@ def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitRe
         if len(names[reason]) < _MOST_NAMES:
             names[reason].append(name)
     return UnitResult(
-        num_files=len(set(first.sources)) + len(first.skipped),
+        num_files=_num_pictures(first) + len(first.skipped),
         shards=tuple(map(_entry, unit.paths, indexes)),
         skipped=dict(Counter(reason for _, reason in first.skipped)),
         names=dict(names),
@@ -311,6 +313,11 @@ def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitRe
         peak_memory=peak_memory(),
         unread=first.unread,
     )
+
+
+def _num_pictures(index: ShardIndex) -> int:
+    """Return the number of images in a shard; in a tar several may have one name."""
+    return sum(_FURTHER_CROP.search(key) is None for key in index.keys)
 
 
 def peak_memory() -> int:

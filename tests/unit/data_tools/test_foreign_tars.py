@@ -64,6 +64,20 @@ def test_samples_are_those_of_webdataset(names, tmp_path):
     assert found
 
 
+@pytest.mark.parametrize("crops", [1, 3])
+def test_images_of_one_name_are_counted_each(crops, tmp_path):
+    tar = write(tmp_path, ["a.jpg", "b.jpg", "a.jpg", "a.txt", "a.png"])
+    palette, out = tmp_path / "palette.npy", tmp_path / "out"
+    assert main(["palette", "grey", "--num-colors", "2", "--out", str(palette)]) == 0
+    words = ["palette", "shards", str(tar), "--palette", str(palette), "--out", str(out)]
+    words += ["--size", "8", "--crop", "random", "--crops", str(crops)]
+    for _ in range(2):  # then from the index
+        assert main(words) == 0
+        assert Manifest.read(out).num_samples == 3 * crops
+        assert Manifest.read(out).source.num_files == 4
+        (out / "manifest.json").unlink()
+
+
 def test_second_files_are_named(tmp_path):
     _, refused = read(write(tmp_path, ["a.jpg", "a.png", "a.JPG", "a.txt", "a.txt"]))
     assert refused == {
