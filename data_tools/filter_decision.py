@@ -27,12 +27,14 @@ from data_tools.measurements import find_duplicates, measured_units, read_measur
 from data_tools.selection import DECISION_NAME, MEASURED, dropped_name
 from data_tools.sources import ImageSource
 from data_tools.user_text import numbered_lines
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.format.files import write_atomically, write_json
 
 LIKE = "like"
 TABLE = np.dtype([("width", "<u4"), ("height", "<u4"), ("perceptual", "<u8")])
 """Fields of each image that are kept in memory."""
+LEAST_LIKE = 10
+"""Images of each side that the classifier needs: two of them test it."""
 _EXAMPLES = 5
 _EXCLUDED = "excluded"
 _UNLIKE = "unlike the pictures of --like"
@@ -196,10 +198,15 @@ def drop_near(
 
 
 def _fit(out: Path, *, count: int) -> Likeness:
-    """Train the classifier on evenly spaced images of both sides."""
-    return fit_likeness(
-        _some_features(out / LIKE, count=count), _some_features(out / MEASURED, count=count)
-    )
+    """Train the classifier on evenly spaced images of both sides. Raises UserError if too few."""
+    wanted, found = (_some_features(out / name, count=count) for name in (LIKE, MEASURED))
+    for features, what in ((wanted, "--like has"), (found, "the source has")):
+        if len(features) < LEAST_LIKE:
+            raise UserError(
+                f"{what} {counted(len(features), 'image')} that can be read: give"
+                f" {LEAST_LIKE} or more to compare with --like"
+            )
+    return fit_likeness(wanted, found)
 
 
 def _some_features(folder: Path, *, count: int) -> np.ndarray:

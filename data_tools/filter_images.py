@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_tools.filter_decision import LIKE, Thresholds, decide, read_excluded
+from data_tools.filter_decision import LEAST_LIKE, LIKE, Thresholds, decide, read_excluded
 from data_tools.jobs import add_job_arguments, is_finished, run_job
 from data_tools.measurements import MAX_DISTANCE, MeasurementEncoder, RunFeatures, check_installed
 from data_tools.selection import MEASURED
@@ -125,12 +125,14 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.features is not None and arguments.like is None:
         raise UserError("--features needs --like, the images to compare with")
-    if arguments.min_side < 1 or arguments.max_aspect < 1:
+    if arguments.min_side < 1 or not arguments.max_aspect >= 1:  # not a number is not either
         raise UserError("--min-side and --max-aspect must be at least 1")
     if not 0 <= arguments.near <= MAX_DISTANCE:
         raise UserError(f"--near must lie in 0 to {MAX_DISTANCE}")
-    if not 0 <= arguments.min_likeness <= 1 or arguments.like_count < 2 * 5:
-        raise UserError("--min-likeness must lie in 0 to 1, and --like-count be at least 10")
+    if not 0 <= arguments.min_likeness <= 1 or arguments.like_count < LEAST_LIKE:
+        raise UserError(
+            f"--min-likeness must lie in 0 to 1, and --like-count be at least {LEAST_LIKE}"
+        )
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,27 @@ def test_unlike_images_are_dropped(tmp_path, capsys):
     assert Manifest.read(shards).num_samples == 35 - len(dropped)
 
 
+@pytest.mark.parametrize(("wanted", "found"), [(1, 12), (12, 9)])
+def test_too_few_images_to_compare_with(wanted, found, tmp_path, capsys):
+    """Of one image the classifier learned that all others are unlike it."""
+    damaged = {f"damaged{number}.jpg": b"" for number in range(10)}
+    write_folder(tmp_path / "wanted", crops(range(wanted)) | damaged)
+    write_folder(tmp_path / "found", crops(range(12, 12 + found)))
+    words = ["filter", str(tmp_path / "found"), "--out", str(tmp_path / "out")]
+    assert main([*words, "--like", str(tmp_path / "wanted")]) == 2
+    what = "--like has 1 image" if wanted == 1 else "the source has 9 images"
+    error = capsys.readouterr().err
+    assert f"{what} that can be read: give 10 or more to compare with --like" in error
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_an_aspect_that_is_no_number(tmp_path, capsys):
+    write_folder(tmp_path / "found", crops(range(2)))
+    words = ["filter", str(tmp_path / "found"), "--out", str(tmp_path / "out")]
+    assert main([*words, "--max-aspect", "nan"]) == 2
+    assert "--max-aspect must be at least 1" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def small_run(tiny_config, tmp_path_factory):
     """The folder of a short iGPT run."""
