@@ -24,8 +24,8 @@ import numpy as np
 from data_tools import __version__
 from data_tools.job_report import say
 from data_tools.measurements import find_duplicates, measured_units, read_measurements
-from data_tools.selection import DECISION_NAME, MEASURED, dropped_name
-from data_tools.sources import ImageSource
+from data_tools.selection import DECISION_NAME, KEY, MEASURED, dropped_name
+from data_tools.sources import DUPLICATE, ImageSource
 from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError, counted
 from megavis.data.format.files import write_atomically, write_json
@@ -227,9 +227,17 @@ def _write_lists(
     examples: dict[str, list[str]] = defaultdict(list)
     start = num_files = 0
     for number, _, index in measured_units(out / MEASURED):
-        lines = [{"name": name, "reason": why} for name, why in index.skipped]
-        for place in np.flatnonzero(reason[start : start + len(index)] != "").tolist():
-            line = {"name": index.sources[place], "reason": reason[start + place]}
+        reasons = reason[start : start + len(index)]
+        kept = {index.sources[place] for place in np.flatnonzero(reasons == "").tolist()}
+        lines = [
+            # Reading rejects it again, and the name is that of another image.
+            {"name": name, "reason": why} | ({KEY: ""} if name in kept or why == DUPLICATE else {})
+            for name, why in index.skipped
+        ]
+        for place in np.flatnonzero(reasons != "").tolist():
+            line = {"name": index.sources[place], "reason": reasons[place]}
+            if index.sources[place] in kept:
+                line[KEY] = index.keys[place]
             if close[start + place] >= 0:
                 line["close_to"] = names[int(close[start + place])]
             lines.append(line)

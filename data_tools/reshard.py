@@ -25,7 +25,7 @@ from data_tools.selection import (
     check_made_for,
     open_selection,
 )
-from data_tools.shard_tasks import Encoded, ShardEncoder, UnitResult
+from data_tools.shard_tasks import CROP_NUMBER, Encoded, ShardEncoder, UnitResult
 from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
 from data_tools.stored_out import refuse_nested
 from megavis.config.errors import UserError
@@ -146,10 +146,11 @@ class MergedPart:
             index, content = reader.index, reader.open_map()
             dropped = _dropped(self.selection, reader.path.name, index)
             for place in range(part.start, part.stop):
-                if reason := dropped.get(index.sources[place]):
+                key = index.keys[place]
+                image = CROP_NUMBER.sub("", key)
+                if reason := dropped.get(index.sources[place]) or dropped.get(image):
                     refuse(index.sources[place], reason)
                     continue
-                key = index.keys[place]
                 if part.number is not None:  # two folders may have the same keys
                     key = f"{part.number}-{key}"
                 start = index.offsets[place]

@@ -18,6 +18,8 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 DECISION_NAME = "report.json"
 MEASURED = "measurements"
 """Folder of the measurements in the folder of `filter`."""
+KEY = "key"
+"""Field of a dropped image of whose name another was kept; empty: reading rejects it."""
 DEFAULT_SHARE = 0.04
 """Share of a validation split, as in iGPT (section 3.1)."""
 _HASH_RANGE = 1 << 64
@@ -55,7 +57,10 @@ class ImageSelection:
         return in_validation == (self.split == "validation")
 
     def dropped(self, number: int | None = None) -> dict[str, str]:
-        """Return the reasons of the images that `filter` dropped, of one tar or of all, by name.
+        """Return the reasons of the images that `filter` dropped, of one tar or of all.
+
+        They are by name, or by key if another image of the name was kept; names in tars have a
+        slash, which keys have not.
 
         Raises UserError if the folder of the lists cannot be listed.
         """
@@ -67,7 +72,10 @@ class ImageSelection:
             else [self.filtered / dropped_name(number)]
         )
         return {
-            line["name"]: f"filtered: {line['reason']}" for path in paths for line in _lines(path)
+            line.get(KEY, line["name"]): f"filtered: {line['reason']}"
+            for path in paths
+            for line in _lines(path)
+            if line.get(KEY) != ""
         }
 
     def of_files(self, source: FileSource) -> FileSource:

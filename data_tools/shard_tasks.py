@@ -35,8 +35,8 @@ Encoded = Sequence[Sequence[bytes] | RefusedImageError] | RefusedImageError
 
 # The process that collects the results keeps only a part of the names of rejected files.
 _MOST_NAMES = 100
-# Keys of an image's samples after its first. The numbers in keys of tars have six digits or more.
-_FURTHER_CROP = re.compile(r"-[1-9]\d{0,4}$")
+CROP_NUMBER = re.compile(r"-\d{1,5}$")
+"""End of the keys of an image with several samples; numbers in keys of tars have more digits."""
 
 
 class ShardEncoder(Protocol):
@@ -317,7 +317,7 @@ def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitRe
 
 def _num_pictures(index: ShardIndex) -> int:
     """Return the number of images in a shard; in a tar several may have one name."""
-    return sum(_FURTHER_CROP.search(key) is None for key in index.keys)
+    return len({CROP_NUMBER.sub("", key) for key in index.keys})
 
 
 def peak_memory() -> int:

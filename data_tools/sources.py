@@ -32,7 +32,7 @@ Refuse = Callable[[str, str], None]
 MAX_FILE_BYTES = 1 << 30
 CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
-_DUPLICATE = "duplicate name: the last one counts"
+DUPLICATE = "duplicate name: the last one counts"
 UNREADABLE = "unreadable file"
 _NOT_REGULAR = "not a regular file"
 # Unicode's categories of control characters, and of separators of lines and paragraphs.
@@ -206,7 +206,7 @@ class FileSource:
         ordered = sorted(files, key=lambda file: file.name)
         for place, (file, following) in enumerate(itertools.pairwise(ordered)):
             if file.name == following.name:
-                ordered[place] = file.but_refused(_DUPLICATE)
+                ordered[place] = file.but_refused(DUPLICATE)
         digest = hashlib.sha256(extra.encode())
         for file in ordered:
             digest.update(f"{file.name}\0{file.num_bytes}\n".encode())

@@ -204,12 +204,12 @@ class TarPart:
                 name = self._name(sample.image)
                 if not self.selection.has(name):
                     continue
-                reason = dropped.get(name) or self._refusal(file, sample)
+                key = f"{self.number:06d}-{place:06d}"
+                reason = dropped.get(name) or dropped.get(key) or self._refusal(file, sample)
                 if reason:
                     refuse(name, reason)
                     continue
                 label = -1 if sample.label is None else int(sample.label)
-                key = f"{self.number:06d}-{place:06d}"
                 yield SourceImage(key, name, label, _content(file, sample.image, MAX_FILE_BYTES))
 
     @contextmanager

@@ -8,7 +8,7 @@ import imagehash
 import numpy as np
 import pytest
 from image_files import encoded
-from image_sources import write_folder, write_tar
+from image_sources import tar_bytes, write_folder, write_tar
 from PIL import Image
 from web_images import (
     DROPPED,
@@ -31,6 +31,7 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
 from megavis.parallel.context import close_context
 
+BELOW = "filtered: shorter side below 32 pixels"
 pytestmark = pytest.mark.once
 
 
@@ -147,6 +148,39 @@ def test_unlike_images_are_dropped(tmp_path, capsys):
         main(["jpeg", str(tmp_path / "found"), "--out", str(shards), "--selection", str(out)]) == 0
     )
     assert Manifest.read(shards).num_samples == 35 - len(dropped)
+
+
+def images_of_one_name(folder):
+    """Return a tar of tars, and a tar with a picture twice and another, small one, of one name."""
+    sides = {0: 90, 1: 80, 2: 9}
+    first, other, small = (jpeg(photograph(n).crop((0, 0, s, s))) for n, s in sides.items())
+    members = [("a.jpg", first), ("b.jpg", other), ("a.jpg", first), ("b.jpg", small)]
+    train = folder / "train" / "ILSVRC2012_img_train.tar"
+    return write_tar(train, [("n01440764.tar", tar_bytes(members))]), write_tar(
+        folder / "web" / "0.tar", members
+    )
+
+
+def test_images_of_one_name_are_dropped_one_by_one(tmp_path):
+    """By name, an image would be dropped with its duplicate, and both would be lost."""
+    train, web = images_of_one_name(tmp_path)
+    for tar, skipped in (
+        (train, {"duplicate name: the last one counts": 2, BELOW: 1}),
+        (web, {"filtered: near-duplicate of another picture": 1, BELOW: 1}),
+    ):
+        out, shards = tmp_path / f"f{tar.name}", tmp_path / f"s{tar.name}"
+        assert main(["filter", str(tar), "--out", str(out), "--min-side", "32"]) == 0
+        assert main(["jpeg", str(tar), "--out", str(shards), "--selection", str(out)]) == 0
+        report = json.loads((out / "report.json").read_text())
+        assert Manifest.read(shards).num_samples == report["num_kept"]
+        assert Manifest.read(shards).skipped == skipped
+    measured, small = tmp_path / "measured", tmp_path / "small"
+    words = ["jpeg", str(web), "--out", str(tmp_path / "all"), "--measure", str(measured)]
+    assert main(words) == 0
+    assert main(["filter", str(web), "--out", str(measured), "--min-side", "32"]) == 0
+    words = ["reshard", str(tmp_path / "all"), "--out", str(small), "--selection", str(measured)]
+    assert main(words) == 0
+    assert Manifest.read(small).num_samples == 2
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(1, 12), (12, 9)])
