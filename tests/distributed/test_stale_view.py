@@ -1,5 +1,7 @@
 """A process whose network disk shows an older run folder resumes from the same checkpoint."""
 
+import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,16 +43,69 @@ def before_rollback(folder: Path) -> CheckpointManifest:
     return read_manifest(folder).model_copy(update={"batches_skipped": 0})
 
 
-@pytest.mark.parametrize("view", [without_newest, before_rollback])
-def test_processes_agree_on_the_checkpoint(
-    run_job: Callable[..., list[Any]], tmp_path: Path, view: Callable[[Path], CheckpointManifest]
-) -> None:
+def write_two_steps(run: Path) -> None:
     for step in (1, 2):
-        first = write_weights(tmp_path, {"w": torch.ones(2)}, seed=0, tokenizer=None)
+        first = write_weights(run, {"w": torch.ones(2)}, seed=0, tokenizer=None)
         changed = {"step": step, "batches_skipped": 5}
         manifest = read_manifest(first).model_copy(update=changed)
         write_atomically(first / "manifest.json", manifest.model_dump_json().encode())
         first.rename(first.with_name(f"step-{step:08d}"))
-    (tmp_path / "checkpoints" / "latest").write_text("step-00000002\n")
+    (run / "checkpoints" / "latest").write_text("step-00000002\n")
+
+
+@pytest.mark.parametrize("view", [without_newest, before_rollback])
+def test_processes_agree_on_the_checkpoint(
+    run_job: Callable[..., list[Any]], tmp_path: Path, view: Callable[[Path], CheckpointManifest]
+) -> None:
+    write_two_steps(tmp_path)
     assert run_job(found_by, 2, tmp_path, view) == [(2, 5), (2, 5)]
     assert saved_steps(tmp_path) == [1, 2]
+
+
+def found_with_late_file(launch: Launch, run: Path, looks: int) -> Any:
+    """Return the step found, or the error, if rank 1 misses each file in its first looks."""
+    exists, missed = Path.exists, []
+
+    def late(path: Path, **options: bool) -> bool:
+        if "step-00000002" in path.parts and path.suffix == ".safetensors" and len(missed) < looks:
+            missed.append(path)
+            return False
+        return exists(path, **options)
+
+    context = open_context(launch, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "STALE_SECONDS", 1.0)
+        patch.setattr(restore, "_LOOK_SECONDS", 0.05)
+        if launch.rank == 1:
+            patch.setattr(Path, "exists", late)
+        try:
+            found = newest_intact_checkpoint(run, context)
+        except OSError as error:
+            return str(error)
+        finally:
+            close_context()
+    assert found is not None
+    return found[1].step
+
+
+@pytest.mark.parametrize("looks", [4, 10**6])
+def test_file_that_one_node_does_not_see_is_not_damaged(
+    run_job: Callable[..., list[Any]], tmp_path: Path, looks: int
+) -> None:
+    write_two_steps(tmp_path)
+    # The only file is the share of rank 0; rank 1 needs one of its own.
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    manifest = read_manifest(folder)
+    (name, stored) = next(iter(manifest.files.items()))
+    shutil.copy(folder / name, folder / "zz.safetensors")
+    files = {name: stored, "zz.safetensors": stored}
+    changed = manifest.model_copy(update={"files": files})
+    write_atomically(folder / "manifest.json", changed.model_dump_json().encode())
+    results = run_job(found_with_late_file, 2, tmp_path, looks)
+    assert saved_steps(tmp_path) == [1, 2]
+    if looks == 4:
+        assert results == [2, 2]
+    else:
+        assert results[0] == results[1]
+        assert "zz.safetensors: missing" in results[0]
+        assert f"looks from {socket.gethostname()}, while" in results[0]

@@ -181,15 +181,22 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 def file_damage(path: Path, stored: StoredFile) -> str | None:
     """Describe how a checkpoint file differs from its size and SHA-256; None if it does not."""
+    if shortfall := size_damage(path, stored):
+        return shortfall
+    if sha256_of_file(path) != stored.sha256:
+        return (
+            f"{path}: its SHA-256 differs from the manifest, so it has changed since it was saved"
+        )
+    return None
+
+
+def size_damage(path: Path, stored: StoredFile) -> str | None:
+    """Describe how a checkpoint file, which is not read, is missing or truncated; None if not."""
     if not path.exists():
         return f"{path}: missing, although the checkpoint's manifest lists it"
     size = path.stat().st_size
     if size != stored.size:
         return f"{path}: has {size} bytes, the manifest says {stored.size}; it was truncated"
-    if sha256_of_file(path) != stored.sha256:
-        return (
-            f"{path}: its SHA-256 differs from the manifest, so it has changed since it was saved"
-        )
     return None
 
 

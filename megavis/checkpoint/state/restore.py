@@ -5,8 +5,12 @@ Each process reads only the elements that it holds: under ZeRO, its partition.
 
 from __future__ import annotations
 
+import functools
+import socket
 import sys
-from collections.abc import Set
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
-from megavis.checkpoint.format.manifest import CheckpointManifest, file_damage, read_manifest
+from megavis.checkpoint.format.manifest import (
+    CheckpointManifest,
+    StoredFile,
+    file_damage,
+    read_manifest,
+    size_damage,
+)
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.parameter_states import (
     AVERAGE,
@@ -30,6 +40,11 @@ from megavis.model.parameters import partition_dimension, starts_fresh
 from megavis.model.positions import LEARNED, is_grid, resize_table
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
+
+STALE_SECONDS = 90.0
+"""How long a node may see a file otherwise than the main process: longer than network disks cache
+names and sizes, a minute by default on NFS."""
+_LOOK_SECONDS = 1.0
 
 
 def load_training_state(
@@ -120,30 +135,85 @@ def _require_all(folder: Path, manifest: CheckpointManifest, known: Set[str]) ->
         )
 
 
+@dataclass(frozen=True)
+class _Complaint:
+    """A file that one process finds damaged."""
+
+    name: str
+    text: str
+    host: str
+    has_whole_size: bool
+    by_main: bool
+
+
 def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     """Verify size and SHA-256 of all files; the files are divided among the processes.
 
-    Returns the manifest as the main process reads it. On every process, raises OSError if any
-    process cannot read a file, which is then not known to be damaged; otherwise UserError, naming
-    the first damaged file.
+    Returns the manifest as the main process reads it. On every process, raises UserError, naming
+    the first damaged file, if the main process finds it damaged too. Raises OSError if any process
+    cannot read a file, or for `STALE_SECONDS` sees another content than the main process: then the
+    file is not known to be damaged.
     """
     # Other nodes may see an outdated folder, and would resume from a different checkpoint.
     manifest = context.on_main(lambda: read_manifest(folder))
     files = sorted(manifest.files.items())
-    mine = files[context.world.rank :: context.world.size]
-    found = (file_damage(folder / name, stored) for name, stored in mine)
-    complaint: str | OSError | None
-    try:
-        complaint = next((text for text in found if text), None)
-    except OSError as error:
-        complaint = error
-    complaints: list[Any] = [None] * context.world.size
-    dist.all_gather_object(complaints, complaint, group=context.world.group)
-    # Report read errors first: a file that one process cannot read is not known to be damaged, and
-    # must not be set aside.
-    for each in sorted(filter(None, complaints), key=lambda each: not isinstance(each, OSError)):
-        raise each if isinstance(each, OSError) else UserError(each)
-    return manifest
+    mine: Sequence[tuple[str, StoredFile]] = files[context.world.rank :: context.world.size]
+    begin = time.monotonic()
+    while True:
+        mine, complaint = _first_damage(folder, mine, context)
+        found: list[Any] = [None] * context.world.size
+        dist.all_gather_object(found, complaint, group=context.world.group)
+        # Report read errors first: a file that one process cannot read is not known to be damaged,
+        # and must not be set aside.
+        for error in found:
+            if isinstance(error, OSError):
+                raise error
+        complaints = [each for each in found if each is not None]
+        if not complaints:
+            return manifest
+        judged = functools.partial(_judge, folder, manifest, complaints, begin)
+        context.on_main(judged)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _first_damage(
+    folder: Path, files: Sequence[tuple[str, StoredFile]], context: ParallelContext
+) -> tuple[Sequence[tuple[str, StoredFile]], _Complaint | OSError | None]:
+    """Return the first damage among files, and the files to verify again: from that one on."""
+    for index, (name, stored) in enumerate(files):
+        try:
+            text = file_damage(folder / name, stored)
+            if text is None:
+                continue
+            has_whole_size = size_damage(folder / name, stored) is None
+        except OSError as error:
+            return files[index:], error
+        host, by_main = socket.gethostname(), context.is_main
+        return files[index:], _Complaint(name, text, host, has_whole_size, by_main)
+    return (), None
+
+
+def _judge(
+    folder: Path, manifest: CheckpointManifest, complaints: Sequence[_Complaint], begin: float
+) -> None:
+    """Compare complaints with what this process, the main one, sees.
+
+    Raises:
+        UserError: a file is damaged.
+        OSError: it is whole, but another node has not seen it so since `begin`.
+    """
+    for each in complaints:
+        # Reading every file here that another node does not see would take far longer than there.
+        look = file_damage if each.has_whole_size else size_damage
+        if each.by_main or look(folder / each.name, manifest.files[each.name]) is not None:
+            raise UserError(each.text)
+    # A network disk's cache shows new files late.
+    if time.monotonic() > begin + STALE_SECONDS:
+        first = complaints[0]
+        raise OSError(
+            f"{first.text}; so it looks from {first.host}, while {socket.gethostname()} sees the"
+            " whole file: the disk of that node should show the same files"
+        )
 
 
 def own_slice(whole: Tensor, parameter: nn.Parameter, context: ParallelContext) -> Tensor:
@@ -217,7 +287,7 @@ def newest_intact_checkpoint(
 
     Raises:
         UserError: on every process, if there are checkpoints and all are damaged.
-        OSError: likewise, if one cannot be read.
+        OSError: likewise, if one cannot be read, or looks damaged from another node only.
     """
     # The main process decides, since other nodes may see an outdated folder.
     folders = context.on_main(lambda: checkpoints_by_age(run_folder, up_to=up_to))
