@@ -117,8 +117,7 @@ def _count(record: Path, first_step: int, limit: int) -> None:
         # The cause of earlier failures may have been removed before a manual start.
         record.unlink(missing_ok=True)
         return
-    before = json.loads(record.read_text()) if record.exists() else {}
-    restarts = before["restarts"] + 1 if before.get("step") == first_step else 1
+    restarts = 1 + _restarts_before(record, first_step)
     if restarts > limit:
         record.unlink()
         raise UserError(
@@ -128,6 +127,17 @@ def _count(record: Path, first_step: int, limit: int) -> None:
         )
     content = {"step": first_step, "restarts": restarts}
     write_atomically(record, json.dumps(content).encode())
+
+
+def _restarts_before(record: Path, first_step: int) -> int:
+    """Return the count in a record of restarts from this step; 0 if there is none."""
+    # A node that loses its power may leave an empty file, which must not end every restart.
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        before = json.loads(record.read_bytes())
+        if isinstance(before, dict) and before.get("step") == first_step:
+            restarts = before.get("restarts")
+            return restarts if isinstance(restarts, int) else 0
+    return 0
 
 
 class _Forgiving:

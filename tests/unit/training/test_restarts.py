@@ -57,6 +57,17 @@ def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "left", [b"", b'{"step": 100, "rest', b"\xff\x00", b"[]", b'{"step": 100}']
+)
+def test_record_cut_by_a_power_failure_counts_as_absent(context, tmp_path, monkeypatch, left):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (tmp_path / "restarts.json").write_bytes(left)
+    count_restart(tmp_path, 100, 1, context)
+    with pytest.raises(UserError, match="restarted 1 times"):
+        count_restart(tmp_path, 100, 1, context)
+
+
+@pytest.mark.parametrize(
     ("environment", "automatic"),
     [
         ({}, False),
