@@ -187,7 +187,7 @@ def _show(run_folder: Path, step: int, pixels: np.ndarray) -> None:
 
 def _events(run_folder: Path) -> EventFile:
     """Return a file of events in the watch's folder, which is not training's."""
-    return EventFile(run_folder / "tensorboard" / "evaluation")
+    return EventFile(run_folder, within="evaluation")
 
 
 class CheckpointMeasures:

@@ -25,21 +25,22 @@ _MOST_PENDING = 1 << 28
 
 
 class EventFile:
-    """A new event file in a folder, which is created with the first event.
+    """A new event file of a run, whose TensorBoard folder is created with the first event.
 
     Args:
-        folder: TensorBoard folder of a run.
+        run_folder: folder of the run, which must exist.
+        within: name of a folder in the TensorBoard folder; by default the latter itself.
         suffix: appended to the file's name.
     """
 
-    def __init__(self, folder: Path, *, suffix: str = "") -> None:
+    def __init__(self, run_folder: Path, *, within: str = "", suffix: str = "") -> None:
         self._proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._records = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._summary = importlib.import_module("torch.utils.tensorboard.summary")
-        self._folder = folder
+        self._folders = (run_folder / "tensorboard", run_folder / "tensorboard" / within)
         # TensorBoard orders the files of a run by name.
         unique = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}{suffix}"
-        self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
+        self._path = self._folders[1] / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
         self._pending: list[bytes] = []
         self._size = 0
         self._add(file_version="brain.Event:2")
@@ -66,7 +67,9 @@ class EventFile:
         while sum(map(len, self._pending)) > _MOST_PENDING and len(self._pending) > 2:
             # Keep the first two, without which it is not an event file.
             del self._pending[0 if self._size else 2]
-        self._folder.mkdir(parents=True, exist_ok=True)
+        # Not the run folder: if its disk is not mounted, the mount point must stay empty.
+        for folder in self._folders:
+            folder.mkdir(exist_ok=True)
         self._size = append(self._path, b"".join(self._pending), size=self._size)
         self._pending.clear()
 

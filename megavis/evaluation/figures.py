@@ -183,7 +183,7 @@ def show_in_tensorboard(run_folder: Path, name: str, figure: Figure, *, step: in
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    events = EventFile(run_folder / "tensorboard", suffix=f".{name}")
+    events = EventFile(run_folder, suffix=f".{name}")
     events.add_image(step, f"evaluation/{name}", pixels)
     events.write()
 

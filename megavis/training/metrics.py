@@ -217,7 +217,7 @@ class TensorBoard(Dashboard):
     waits_for_disk = True
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
-        self._events = EventFile(run_folder / "tensorboard")
+        self._events = EventFile(run_folder)
         self._events.start_at(first_step + 1)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

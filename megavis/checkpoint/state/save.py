@@ -96,7 +96,9 @@ class Snapshot:
         """Write this process's share; `publish` reports failures on all processes."""
         path = self._partial / self._file
         try:
-            self._partial.mkdir(parents=True, exist_ok=True)
+            # Not the run folder: if its disk is not mounted, the mount point must stay empty.
+            self._partial.parent.mkdir(exist_ok=True)
+            self._partial.mkdir(exist_ok=True)
             if self._tensors:
                 self._stored = write_tensors(path, self._tensors)
             self._failure = ""

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 from megavis.config.errors import UserError
 
@@ -33,6 +34,8 @@ LONG_DEAD_SECONDS = 1800.0
 """A lock this much older than a new file is not watched; clocks of two hosts differ by less."""
 TAKEN_OVER_EXIT_CODE = 2
 """Exit code of a holder whose lock is gone: another job trains, and a requeue would disturb it."""
+GONE_EXIT_CODE = 1
+"""Exit code of a holder whose folder is gone: as for any failure of a disk, launchers retry."""
 
 _PREFIX = ".lock-"
 _LOOK_SECONDS = 0.5
@@ -111,28 +114,54 @@ class FolderLock:
 
     def _beat(self) -> None:
         """Renew the heartbeat; end this process if another job has taken over."""
+        last_seen = time.monotonic()
         while not self._over.wait(BEAT_SECONDS):
-            # Do not stop if the disk is briefly unavailable.
+            # Do not stop if the disk is briefly unavailable. It then reports an error, or, where
+            # its mount is lost, the folder or the file is gone.
             with contextlib.suppress(OSError):
                 if self._is_mine():
+                    last_seen = time.monotonic()
                     os.utime(self._path)
-                elif not self._over.is_set():
+                elif self._over.is_set():
+                    return
+                elif self._successors():
                     self._leave()
+                elif time.monotonic() > last_seen + SILENCE_SECONDS:
+                    self._give_up()
 
     def _is_mine(self) -> bool:
         return _read(self._path) == self._holder
 
+    def _successors(self) -> list[Holder]:
+        """Return the other holders of this lock; none if the folder is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            locks = _locks(self._folder, self._prefix).values()
+            return [each for each in locks if each is not None and each != self._holder]
+        return []
+
     def _leave(self) -> None:
         """Exit immediately: another process now writes to the folder."""
-        others = _locks(self._folder, self._prefix).values()
-        holders = ", ".join(str(holder) for holder in others if holder is not None)
-        sys.stderr.write(
-            f"error: {self._folder}: the lock of this job is gone, taken over by"
-            f" {holders or 'nobody (was it deleted?)'}; this job ends without saving\n"
+        holders = ", ".join(map(str, self._successors()))
+        _end_process(
+            f"{self._folder}: the lock of this job is gone, taken over by {holders}; this job ends"
+            " without saving",
+            TAKEN_OVER_EXIT_CODE,
         )
-        sys.stderr.flush()
-        # `sys.exit` would end only this thread.
-        os._exit(TAKEN_OVER_EXIT_CODE)
+
+    def _give_up(self) -> None:
+        """Exit as after an OSError: the disk is not there, or the lock was deleted by hand."""
+        _end_process(
+            f"{self._path}: missing for {SILENCE_SECONDS:g} s on {socket.gethostname()}, so its"
+            " disk is not mounted any more or it was deleted; this job ends without saving",
+            GONE_EXIT_CODE,
+        )
+
+
+def _end_process(text: str, code: int) -> NoReturn:
+    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.flush()
+    # `sys.exit` would end only this thread.
+    os._exit(code)
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ class SampleImages:
             assert pixels is not None
             state.images["samples"] = pixels
             try:
+                # Not the run folder: if its disk is not mounted, the mount point must stay empty.
+                (self.folder / "samples").mkdir(exist_ok=True)
                 save_png(self.folder / "samples" / f"step-{state.step:08d}.png", pixels)
             except OSError as error:
                 text = f"WARNING: image grid of step {state.step} not written: {error}"

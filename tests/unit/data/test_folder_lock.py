@@ -172,6 +172,43 @@ def test_replaced_holder_exits(tmp_path, capfd):
     assert locks(tmp_path) == [".lock-2"]
 
 
+def hold_with_short_patience(folder, is_held):
+    folder_lock.SILENCE_SECONDS = 1.0
+    hold_with_fast_beats(folder, is_held)
+
+
+@pytest.mark.parametrize("part", [".", "run/.lock-1"])
+def test_holder_outlasts_a_folder_that_is_gone_for_a_moment(tmp_path, capfd, part):
+    """As when a network disk is unmounted and mounted again."""
+    run, is_held = tmp_path / "disk" / "run", SPAWN.Event()
+    process = SPAWN.Process(target=hold_with_fast_beats, args=(run, is_held))
+    process.start()
+    assert is_held.wait(120)
+    gone = tmp_path / "disk" / part
+    gone.rename(tmp_path / "unmounted")
+    process.join(0.5)
+    assert process.exitcode is None
+    assert not gone.exists()
+    (tmp_path / "unmounted").rename(gone)
+    process.join(0.3)
+    assert process.exitcode is None
+    process.kill()
+    process.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_holder_whose_folder_stays_away_fails_as_a_machine_does(tmp_path, capfd):
+    run, is_held = tmp_path / "run", SPAWN.Event()
+    process = SPAWN.Process(target=hold_with_short_patience, args=(run, is_held))
+    process.start()
+    assert is_held.wait(120)
+    run.rename(tmp_path / "unmounted")
+    process.join(60)
+    assert process.exitcode == folder_lock.GONE_EXIT_CODE == 1
+    assert "run/.lock-1: missing for 1 s on" in capfd.readouterr().err
+    assert not run.exists()
+
+
 def compete(folder, gate, results, all_have_tried):
     gate.wait()
     try:

@@ -11,6 +11,7 @@ from megavis.checkpoint.format.manifest import damages
 from megavis.checkpoint.state import save
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.config.schema import CheckpointConfig
+from megavis.evaluation.event_files import EventFile
 from megavis.training.callbacks.callback import SaveCheckpoint, StepState
 
 # The tests end a thread deliberately.
@@ -90,6 +91,25 @@ def test_dead_writer_is_reported_and_training_continues(saving, tmp_path, capfd)
     stderr = capfd.readouterr().err
     assert "WARNING: checkpoint of step 4 not saved: " in stderr
     assert "rank-00000.safetensors: the writer thread has died; training continues" in stderr
+
+
+def test_lost_run_folder_is_not_made_again(context, tmp_path):
+    """As where its disk is not mounted any more: the mount point would be written to."""
+    run = tmp_path / "disk" / "run"
+    progress = TrainingProgress(2, samples_seen=0, seed=0, tokenizer=None)
+    states = SimpleNamespace(kinds=lambda _: (), optimizer_step=lambda: 0)
+    settings = {"layers": nn.Linear(2, 3), "states": states, "context": context}
+    snapshot = Snapshot(run, progress, **settings)
+    snapshot.write()
+    with pytest.raises(
+        OSError, match="checkpoint of step 2 not saved: .*No such file or directory"
+    ):
+        snapshot.publish()
+    events = EventFile(run)
+    events.add_scalar(1, "loss", 1.0)
+    with pytest.raises(FileNotFoundError):
+        events.write()
+    assert not run.parent.exists()
 
 
 def truncate(content):
