@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -41,12 +42,18 @@ def choose_device(name: str | None, *, local_rank: int) -> torch.device:
 
     Raises:
         UserError: no GPU is visible, or none for this process, or it is another device.
+        RuntimeError: SLURM has given the job GPUs, and torch finds none: another node may have
+            working ones.
     """
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    name = device_kind(default if name is None else name)
-    if name != "cuda":
-        return torch.device(name)
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = device_kind(name or ("cuda" if visible else "cpu"))
+    if name != "cpu" and not visible and (promised := _gpus_from_slurm(os.environ)):
+        raise RuntimeError(
+            f"torch finds no GPU on {socket.gethostname()}, although {promised} says that the job"
+            " has some: check the node's driver, or use --device cpu if that is meant"
+        )
+    if kind != "cuda":
+        return torch.device(kind)
     if not visible:
         raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
     if visible == 1:
@@ -57,6 +64,20 @@ def choose_device(name: str | None, *, local_rank: int) -> torch.device:
             " per node, or use --device cpu"
         )
     return torch.device("cuda", local_rank)
+
+
+def _gpus_from_slurm(environment: Mapping[str, str]) -> str | None:
+    """Return a variable by which SLURM gives the job GPUs, with its value; None without GPUs."""
+    # The first is a count; the others list numbers of GPUs, of which 0 is the first.
+    for name, nothing in (
+        ("SLURM_GPUS_ON_NODE", "0"),
+        ("SLURM_JOB_GPUS", ""),
+        ("SLURM_STEP_GPUS", ""),
+    ):
+        value = environment.get(name, "")
+        if value not in ("", nothing):
+            return f"{name}={value}"
+    return None
 
 
 def select_device(device: torch.device) -> None:

@@ -85,6 +85,9 @@ def prepare_folder(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "likelihood": None if likelihood is None else asdict(likelihood),
     }
+    if not os.environ.get("TQDM_DISABLE"):  # which --quiet sets
+        where = f"{facts['device']}, {counted(context.world.size, 'process', 'processes')}"
+        sys.stderr.write(f"{folder}: on {where}\n")
     record_start(folder, first_step, **facts)
 
 

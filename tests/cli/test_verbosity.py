@@ -57,3 +57,11 @@ def test_commands_leave_stderr_empty(train_small, tmp_path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
+
+
+def test_start_of_training_says_the_device_once(train_small, tmp_path, capfd, monkeypatch):
+    run = train_small(tmp_path)
+    assert capfd.readouterr().err.count(f"{run}: on cpu, 1 process\n") == 1
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # as --quiet does
+    train_small(tmp_path)
+    assert "on cpu" not in capfd.readouterr().err

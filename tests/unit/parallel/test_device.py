@@ -1,6 +1,7 @@
 """Device selection and GPU arithmetic settings, with simulated GPUs."""
 
 import os
+import socket
 
 import pytest
 import torch
@@ -134,6 +135,34 @@ def test_parity_with_more_processes_than_gpus_raises(gpus):
     gpus(3)
     with pytest.raises(UserError, match="4 processes need a GPU each, and 3 are visible"):
         device_for("cuda", 4)
+
+
+SLURM_GPUS = ["SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"]
+
+
+@pytest.mark.parametrize(
+    "given", [{SLURM_GPUS[0]: "8"}, {SLURM_GPUS[1]: "0"}, {SLURM_GPUS[2]: "2"}]
+)
+@pytest.mark.parametrize("name", [None, "cuda"])
+def test_node_whose_gpus_do_not_work_is_named(gpus, monkeypatch, given, name):
+    gpus(0)
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    # Not a UserError: with exit code 2 no launcher would try another node.
+    words = f"no GPU on {socket.gethostname()}, although SLURM_.* --device cpu if that is meant"
+    with pytest.raises(RuntimeError, match=words):
+        choose_device(name, local_rank=0)
+    assert choose_device("cpu", local_rank=0) == torch.device("cpu")
+    gpus(8)
+    assert choose_device(name, local_rank=0) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("given", [{SLURM_GPUS[0]: "0"}, {SLURM_GPUS[1]: ""}])
+def test_slurm_job_without_gpus_computes_on_the_cpu(gpus, monkeypatch, given):
+    gpus(0)
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    assert choose_device(None, local_rank=0) == torch.device("cpu")
 
 
 def switches():
