@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -32,6 +32,9 @@ LONGEST_WINDOW = 10
 _BEAT_SECONDS = 1.0
 _SILENT_BEATS = 4
 _REPORT_SECONDS = 3 * _SILENT_BEATS * _BEAT_SECONDS
+_LINGER_BEATS = _SILENT_BEATS + 2
+_ASKING = 4
+"""How many of the first ranks ask for heartbeats, and how many spread over the others."""
 _A_MONTH = 30 * 24 * 3600.0
 
 
@@ -55,6 +58,7 @@ class Watchdog:
         set_timeouts(collective_timeout(self._patience))
         if self._patience:
             self._store = _join_store()
+            self._send_heartbeat()
             # Two threads: a process that waits in a collective, or for the store, is still alive.
             _background(self._beat).start()
             self._thread.start()
@@ -105,7 +109,11 @@ class Watchdog:
         os._exit(HUNG_EXIT_CODE)
 
     def _report_silent_ranks(self) -> None:
-        """Report the ranks whose heartbeat has stopped; the first live rank does this."""
+        """Report the ranks whose heartbeat has stopped; the first live rank that asks does this."""
+        if not _asks(self._rank, self._size):
+            # Those that ask must not find this process silent.
+            time.sleep(_LINGER_BEATS * _BEAT_SECONDS)
+            return
         found: list[dict[int, str]] = []
 
         def ask() -> None:
@@ -122,21 +130,25 @@ class Watchdog:
             )
             return
         silent = found[0]
-        living = [rank for rank in range(self._size) if rank not in silent]
+        living = [r for r in range(self._size) if r not in silent and _asks(r, self._size)]
         if silent and living[:1] == [self._rank]:
             sys.stderr.write("".join(f"megavis: {text}\n" for text in silent.values()))
+            sys.stderr.flush()
+        if self._rank == 0:
+            # The store ends with this process, and others may have begun to ask a little later.
+            time.sleep((_LINGER_BEATS - _SILENT_BEATS) * _BEAT_SECONDS)
 
     def _silent_ranks(self) -> dict[int, str]:
         others = [rank for rank in range(self._size) if rank != self._rank]
-        before = {rank: self._word(rank) for rank in others}
+        before = self._words(others)
         for _ in range(_SILENT_BEATS):
             # Other processes check too, so keep sending heartbeats.
             self._send_heartbeat()
             time.sleep(_BEAT_SECONDS)
-        silent = {}
+        after, silent = self._words(others), {}
         for rank in others:
-            word = self._word(rank)
-            if word == before[rank]:
+            word = after.get(rank)
+            if word == before.get(rank):
                 last = json.loads(word) if word else {"host": "an unknown host", "doing": "start"}
                 silent[rank] = (
                     f"rank {rank} on {last['host']} does not answer: it is dead or hangs; last"
@@ -144,10 +156,30 @@ class Watchdog:
                 )
         return silent
 
-    def _word(self, rank: int) -> str | None:
-        if not self._store.check([_key(rank)]):
-            return None
-        return self._store.get(_key(rank)).decode()
+    def _words(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return the last heartbeat of each rank that has sent one.
+
+        In one request for all: rank 0 answers one at a time, and thousands of requests would make
+        it look silent.
+        """
+        known = self._heard_of(ranks)
+        # Asked for a key that is missing, the store would wait for it.
+        values = self._store.multi_get([_key(rank) for rank in known]) if known else []
+        return dict(zip(known, values, strict=True))
+
+    def _heard_of(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the ranks that have sent a heartbeat."""
+        if not ranks or self._store.check([_key(rank) for rank in ranks]):
+            return [*ranks]
+        if len(ranks) == 1:
+            return []
+        middle = len(ranks) // 2
+        return self._heard_of(ranks[:middle]) + self._heard_of(ranks[middle:])
+
+
+def _asks(rank: int, size: int) -> bool:
+    """Return whether a rank asks for the heartbeats of all: a few do, on different nodes."""
+    return rank < _ASKING or rank % -(-size // _ASKING) == 0 or rank == size - 1
 
 
 def collective_timeout(patience: float) -> float:
