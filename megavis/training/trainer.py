@@ -206,7 +206,9 @@ class Trainer:
         is_over = self.task.stopping is not None and self.task.stopping.is_over
         # A rollback repeats steps but not their data, so the batch index runs ahead of the step.
         loader = self.loader(engine, first_step + bad_steps.batches_skipped)
-        watchdog = Watchdog(context, patience=config.training.hang_timeout)
+        watchdog = Watchdog(
+            context, patience=config.training.hang_timeout, stacks=config.folder / "stacks"
+        )
         # Show a failed run's last metrics too.
         written = contextlib.closing(metrics) if metrics is not None else contextlib.nullcontext()
         with loader, watchdog, written:

@@ -166,8 +166,12 @@ def test_hung_process_is_reported_with_stacks(
     assert job.wait(other) == HUNG_EXIT_CODE
     log = job.log(other)
     waited = rf"rank {other} on \S+ has waited for 2 s or more in (what follows )?step \d+"
-    assert re.search(waited, log)
-    assert "in train_step" in log or "in _after_step" in log or "in exchange" in log
+    folder = tmp_path / "run" / "stacks"
+    assert re.search(rf"megavis: {waited}; the stacks of each rank N: {folder}/rank-N.txt\n", log)
+    assert "Thread 0x" not in log
+    stacks = (folder / f"rank-{other}.txt").read_text()
+    assert re.match(rf"20\S+ {waited}\n", stacks)
+    assert any(f"in {name}" in stacks for name in ("train_step", "_after_step", "exchange"))
     assert re.search(rf"megavis: rank {hung} on \S+ .*does not answer: it is dead or hangs", log)
     # Once continued, the process finds the others gone and exits.
     job.send(hung, signal.SIGCONT)

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ _REPORT_SECONDS = 3 * _SILENT_BEATS * _BEAT_SECONDS
 _LINGER_BEATS = _SILENT_BEATS + 2
 _ASKING = 4
 """How many of the first ranks ask for heartbeats, and how many spread over the others."""
+_WRITE_SECONDS = 5.0
 _A_MONTH = 30 * 24 * 3600.0
 
 
@@ -43,9 +45,14 @@ class Watchdog:
 
     Args:
         patience: seconds that a step may take; 0: no limit. A single process is not watched.
+        stacks: folder for the stacks of each process when the job hangs, in an existing one; by
+            default they are written to standard error.
     """
 
-    def __init__(self, context: ParallelContext, *, patience: float) -> None:
+    def __init__(
+        self, context: ParallelContext, *, patience: float, stacks: Path | None = None
+    ) -> None:
+        self._stacks = stacks
         self._rank, self._size = context.world.rank, context.world.size
         self._patience = patience if self._size > 1 else 0.0
         self._doing, self._deadline = "starting", float("inf")
@@ -97,16 +104,49 @@ class Watchdog:
             self._store.set(_key(self._rank), json.dumps(word))
 
     def _end(self) -> NoReturn:
-        waited = f"has waited for {self._patience:g} s or more"
-        text = f"rank {self._rank} on {socket.gethostname()} {waited} in {self._doing}; its stacks:"
-        sys.stderr.write(f"megavis: {text}\n")
-        sys.stderr.flush()
-        # Another thread may hold the GIL forever, but dumping stacks does not need it.
-        faulthandler.dump_traceback(all_threads=True)
+        text = (
+            f"rank {self._rank} on {socket.gethostname()} has waited for {self._patience:g} s or"
+            f" more in {self._doing}"
+        )
+        if not self._write_stacks(text):
+            sys.stderr.write(f"megavis: {text}; its stacks:\n")
+            sys.stderr.flush()
+            faulthandler.dump_traceback(all_threads=True)
+        elif _asks(self._rank, self._size):
+            sys.stderr.write(
+                f"megavis: {text}; the stacks of each rank N: {self._stacks}/rank-N.txt\n"
+            )
         self._report_silent_ranks()
         sys.stderr.flush()
         # `sys.exit` would end only this thread, and an orderly exit waits for threads that hang.
         os._exit(HUNG_EXIT_CODE)
+
+    def _write_stacks(self, text: str) -> bool:
+        """Write the stacks of all threads to this rank's file; return whether it could be written.
+
+        The lines that faulthandler writes do not name the rank, so that in a log of many processes
+        nobody could tell whose they are.
+        """
+        if (folder := self._stacks) is None:
+            return False
+        written: list[Path] = []
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                # Not the run folder: if its disk is not mounted, the mount point must stay empty.
+                folder.mkdir(exist_ok=True)
+                with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
+                    now = datetime.now(UTC).isoformat(timespec="seconds")
+                    file.write(f"{now} {text}\n")
+                    file.flush()
+                    faulthandler.dump_traceback(file, all_threads=True)
+                written.append(folder)
+
+        writing = _background(write)
+        writing.start()
+        # The disk may be what hangs.
+        writing.join(_WRITE_SECONDS)
+        return bool(written)
 
     def _report_silent_ranks(self) -> None:
         """Report the ranks whose heartbeat has stopped; the first live rank that asks does this."""

@@ -1,6 +1,7 @@
 """The watchdog's question for silent ranks, in a job of a thousand simulated ones."""
 
 import json
+import multiprocessing
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -83,3 +84,29 @@ def test_few_ranks_of_a_large_job_ask(ask, capfd):
     assert capfd.readouterr().err == ""
     for size in range(1, 7):
         assert all(watchdog._asks(rank, size) for rank in range(size))
+
+
+def end(folder):
+    """End this process as the watchdog does."""
+    context = SimpleNamespace(world=SimpleNamespace(rank=5, size=SIZE))
+    watchdog._LINGER_BEATS = 0
+    Watchdog(context, patience=2, stacks=folder)._end()
+
+
+@pytest.mark.parametrize("run", ["run", "unmounted"])
+def test_stacks_are_in_the_log_only_if_they_cannot_be_written(tmp_path, capfd, run):
+    (tmp_path / "run").mkdir()
+    folder = tmp_path / run / "stacks"
+    process = multiprocessing.get_context("spawn").Process(target=end, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == watchdog.HUNG_EXIT_CODE
+    log = capfd.readouterr().err
+    if run == "run":
+        # Rank 5 leaves the message to the few ranks that report.
+        assert log == ""
+        assert "in _end" in (folder / "rank-5.txt").read_text()
+    else:
+        assert " has waited for 2 s or more in starting; its stacks:\n" in log
+        assert "in _end" in log
+        assert not folder.parent.exists()
