@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import os
 import sys
@@ -112,6 +113,10 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     Here and below, a namespace has only the options of its own command; others have defaults.
     """
     set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
+    if not faulthandler.is_enabled():
+        # A memory-mapped shard that is truncated under its reader ends the process by SIGBUS,
+        # without a word. Not `sys.stderr`, which is no file in a notebook.
+        faulthandler.enable(2)
     is_recorded = COMMANDS[parsed.command].is_recorded
     try:
         if parsed.check is not None:
