@@ -70,10 +70,55 @@ free_port() {
   echo "$port"
 }
 options+=(--master_port "${MASTER_PORT:-$(free_port)}")
+
+# shellcheck disable=SC2317,SC2329 # called by the traps
+children() {
+  pgrep -P "$1" 2>/dev/null || tr ' ' '\n' 2>/dev/null <"/proc/$1/task/$1/children" || true
+}
+
+# Pass a signal on to the processes that train, which then save. DeepSpeed's own processes would end
+# without waiting for them: on one node its launcher has no handlers and leaves the job to itself. On
+# several it has, and stops the other nodes.
+# shellcheck disable=SC2317,SC2329 # called by the traps
+forward() {
+  local node nodes=() workers=()
+  signalled=1
+  for node in $(children "$launcher"); do
+    [[ $(tr '\0' ' ' 2>/dev/null <"/proc/$node/cmdline") != *deepspeed.launcher.launch* ]] || nodes+=("$node")
+  done
+  for node in ${nodes[@]+"${nodes[@]}"}; do
+    mapfile -t -O "${#workers[@]}" workers < <(children "$node")
+  done
+  if ((${#workers[@]})); then
+    kill -s "$1" "${workers[@]}" 2>/dev/null || true
+  else
+    # Nothing trains here yet, or it does so on other nodes.
+    kill -s TERM "$launcher" ${nodes[@]+"${nodes[@]}"} 2>/dev/null || true
+  fi
+}
+for signal in TERM INT USR1; do
+  # shellcheck disable=SC2064 # expanded now
+  trap "forward $signal" "$signal"
+done
+trap 'forward TERM' HUP
+
 # megavis reads LOCAL_RANK from the environment, so the launcher need not add an argument. `env` sets
 # variables that are not forwarded over ssh; without them each process would use all processors.
-exec deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \
+# In a process group of its own, or Ctrl-C would reach the processes twice, and the second ends them
+# without a checkpoint.
+set -m
+deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \
   env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF" \
   "TORCH_FR_BUFFER_SIZE=$TORCH_FR_BUFFER_SIZE" "TORCH_FR_DUMP_TEMP_FILE=$TORCH_FR_DUMP_TEMP_FILE" \
   "TORCH_NCCL_DUMP_ON_TIMEOUT=$TORCH_NCCL_DUMP_ON_TIMEOUT" \
-  "TORCHINDUCTOR_COMPILE_THREADS=$TORCHINDUCTOR_COMPILE_THREADS" "$(command -v python)" -m megavis.cli train "$@"
+  "TORCHINDUCTOR_COMPILE_THREADS=$TORCHINDUCTOR_COMPILE_THREADS" "$(command -v python)" -m megavis.cli train "$@" &
+launcher=$!
+set +m
+# A signal interrupts `wait` with another exit code, so `wait` is called again, even if the launcher has
+# exited meanwhile.
+signalled=1
+while ((signalled)); do
+  signalled=0 code=0
+  wait "$launcher" || code=$?
+done
+exit "$code"

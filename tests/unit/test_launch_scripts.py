@@ -179,6 +179,53 @@ def test_deepspeed_refuses_gpus_that_it_cannot_take(start, programs, tmp_path, v
     assert not (tmp_path / "log").exists()
 
 
+# Like DeepSpeed's on one node: its launcher handles no signal, and the process that it starts ends
+# the two that train when one of them has failed.
+DEEPSPEED = r"""
+cat > node <<'NODE'
+trap 'echo node >> ended; kill $(jobs -p); exit 1' TERM INT
+for rank in 0 1; do bash worker $rank & done
+wait -n; code=$?
+wait
+exit $code
+NODE
+cat > worker <<'WORKER'
+for name in TERM USR1; do trap "echo $1 $name >> received; exit 75" $name; done
+touch ready-$1
+while :; do sleep 0.1; done
+WORKER
+bash node -m deepspeed.launcher.launch &
+wait $!
+"""
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_deepspeed_passes_signals_on_and_waits(start, programs, tmp_path, name):
+    programs("deepspeed", DEEPSPEED)
+    with (tmp_path / "stderr").open("w") as log:
+        script = start("deepspeed.sh", "a.yaml", PROCESSES="2", log=log)
+    end = time.monotonic() + PATIENCE
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    script.send_signal(getattr(signal, f"SIG{name}"))
+    assert script.wait(PATIENCE) == 75
+    lines = sorted((tmp_path / "received").read_text().splitlines())
+    assert lines == [f"0 {name}", f"1 {name}"], "each is told once"
+    assert not (tmp_path / "ended").exists()
+
+
+def test_deepspeed_on_several_nodes_leaves_signals_to_its_launcher(start, programs, tmp_path):
+    programs("deepspeed", "trap 'exit 3' TERM; touch ready; while :; do sleep 0.1; done")
+    script = start("deepspeed.sh", "a.yaml", PROCESSES="2")
+    end = time.monotonic() + PATIENCE
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(PATIENCE) == 3
+
+
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_deepspeed_without_visible_gpus_starts_processes_on_the_cpu(
     start, programs, tmp_path, hidden
