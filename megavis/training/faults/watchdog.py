@@ -141,6 +141,7 @@ class Watchdog:
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
                 written.append(folder)
+                _write_collectives(folder / f"collectives_rank_{self._rank}")
 
         writing = _background(write)
         writing.start()
@@ -215,6 +216,19 @@ class Watchdog:
             return []
         middle = len(ranks) // 2
         return self._heard_of(ranks[:middle]) + self._heard_of(ranks[middle:])
+
+
+def _write_collectives(path: Path) -> None:
+    """Write the last collectives that NCCL's flight recorder has kept, for `torchfrtrace`.
+
+    torch would do so when a collective times out, but the watchdog ends the process before.
+    """
+    from torch._C import _distributed_c10d
+
+    # torch without CUDA lacks it. Without a buffer it has kept nothing.
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    if dump is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+        path.write_bytes(dump())
 
 
 def _asks(rank: int, size: int) -> bool:

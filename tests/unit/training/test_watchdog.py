@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import pickle
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -110,3 +111,18 @@ def test_stacks_are_in_the_log_only_if_they_cannot_be_written(tmp_path, capfd, r
         assert " has waited for 2 s or more in starting; its stacks:\n" in log
         assert "in _end" in log
         assert not folder.parent.exists()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_collectives_of_nccl_are_written_for_torchfrtrace(tmp_path, monkeypatch, backend):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    context = SimpleNamespace(world=SimpleNamespace(rank=5, size=SIZE))
+    assert Watchdog(context, patience=2, stacks=tmp_path / "stacks")._write_stacks("in a test")
+    (tmp_path / "stacks" / "rank-5.txt").unlink()
+    written = [path.name for path in (tmp_path / "stacks").iterdir()]
+    assert written == (["collectives_rank_5"] if backend == "nccl" else [])
+    for name in written:
+        # `torchfrtrace FOLDER -p collectives_rank_` reads these.
+        trace = pickle.loads((tmp_path / "stacks" / name).read_bytes())
+        assert {"version", "pg_config", "entries"} <= set(trace)
