@@ -170,8 +170,7 @@ class Trainer:
         extra_callbacks: Sequence[Callback],
     ) -> BadStepStreak | None:
         """Train from a checkpoint or from scratch; return the bad steps that require a rollback."""
-        config, context = self.config, self.context
-        start = found[1] if found else None
+        config, context, start = self.config, self.context, found[1] if found else None
         first_step = start.step if start else 0
         with permissions_needed():
             self._restore(found, engine)
@@ -206,9 +205,8 @@ class Trainer:
         is_over = self.task.stopping is not None and self.task.stopping.is_over
         # A rollback repeats steps but not their data, so the batch index runs ahead of the step.
         loader = self.loader(engine, first_step + bad_steps.batches_skipped)
-        watchdog = Watchdog(
-            context, patience=config.training.hang_timeout, stacks=config.folder / "stacks"
-        )
+        patience, stacks = config.training.hang_timeout, config.folder / "stacks"
+        watchdog = Watchdog(context, patience=patience, stacks=stacks)
         # Show a failed run's last metrics too.
         written = contextlib.closing(metrics) if metrics is not None else contextlib.nullcontext()
         with loader, watchdog, written:
