@@ -7,9 +7,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # Inductor starts up to 32 compiling processes for each of a node's processes.
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4}
-# NCCL's flight recorder: each process keeps its last collectives and, when one times out, writes
-# them to TORCH_FR_DUMP_TEMP_FILE followed by its rank, in files of this job. `torchfrtrace` finds the
-# missing ranks.
+# NCCL's flight recorder: each process keeps its last collectives. When the job hangs, the watchdog
+# writes them to RUN/stacks/collectives_rank_N; should a collective time out before, torch writes them
+# to TORCH_FR_DUMP_TEMP_FILE followed by the rank. `torchfrtrace` finds the missing ranks.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-/tmp/megavis_collectives_${SLURM_JOB_ID:-$$}_rank_}
