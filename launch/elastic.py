@@ -1,7 +1,7 @@
 """Run torchrun, restart the whole job if it fails, and exit with the code of what failed first.
 
-torchrun exits with 1; the process's own code lets a launcher distinguish a user's mistake (2) from
-a run to be resumed (75).
+torchrun exits with 1; the process's own code lets a launcher distinguish a user's mistake (2) and a
+run that must not go on (72) from one to be resumed (75).
 
 With fixed nodes, each node counts torchrun's own --max-restarts separately: if one fails twice
 before another has noticed, their processes look for each other under different numbers and never
@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-MISTAKE, STOPPED = 2, 75
+MISTAKE, GIVEN_UP, STOPPED = 2, 72, 75
 PATIENCE = 1800
 """Seconds that a node waits for the others before a restart; they may only notice a failure after
 `training.hang_timeout`."""
@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
             # Makes `training.max_restarts` count restarts, and a held lock be waited for.
             os.environ["MEGAVIS_RESTART_COUNT"] = str(attempt)
             code = _run_once(arguments(words, attempt))
-            if code in (0, MISTAKE, STOPPED):
+            if code in (0, MISTAKE, GIVEN_UP, STOPPED):
                 break
             if attempt < restarts:
                 text = f"exit code {code}; starting the job again ({attempt + 1} of {restarts})"

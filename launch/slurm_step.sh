@@ -103,7 +103,7 @@ if [[ -n $state && $state != RUNNING ]] && ((${end:-0} == 0 || $(date +%s) < end
   exit "$code"
 fi
 
-# A run that trains without progress exits with 2 after training.max_restarts. Jobs that fail before
+# A run that trains without progress exits with 72 after training.max_restarts. Jobs that fail before
 # training are counted here: within twenty minutes, since processes wait ten for each other. So are
 # those that SLURM's warning ends at startup, as with a time limit hardly longer than the warning,
 # which may come a minute early.
@@ -119,10 +119,10 @@ else
     count=$(wc -l <"$failures")
   fi
 fi
-# 2 is an error in the config, which a retry would repeat, unless the job has started before: then a
-# disk may be away. All else resumes from the newest checkpoint: a run that was asked to stop (75), a
-# failed node, a hang.
-if ((code == 0 || (code == 2 && ${SLURM_RESTART_COUNT:-0} == 0))); then
+# 72 says that the run must not go on. 2 is an error in the config, which a retry would repeat, unless
+# the job has started before: then a disk may be away. All else resumes from the newest checkpoint: a
+# run that was asked to stop (75), a failed node, a hang.
+if ((code == 0 || code == 72 || (code == 2 && ${SLURM_RESTART_COUNT:-0} == 0))); then
   rm -f "$failures" || true
 elif ((count > 3)); then
   say "failed four times in a row; not queued again"

@@ -32,8 +32,8 @@ num_nodes=${NUM_NODES:-1}
 source "$(dirname "$0")/environment.sh"
 # If a process dies, the launcher ends the others; if one hangs, megavis ends all after
 # training.hang_timeout. RESTARTS=3 restarts the job up to three times, from the newest checkpoint, but not
-# after a mistake of the user (exit code 2) or a requested stop (75). On several nodes set it on all of
-# them; each restart uses the next port.
+# after a mistake of the user (exit code 2), without progress (72) or after a requested stop (75). On
+# several nodes set it on all of them; each restart uses the next port.
 # Seconds between the SIGTERM that torchrun forwards and its SIGKILL: long enough for a step and a
 # checkpoint, for which the default of 30 is short.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}

@@ -22,8 +22,10 @@ from megavis.commands.terminal import complete, is_verbose, quietly, set_verbosi
 from megavis.config.arguments import ArgumentParser, accept_all_text, close_output
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
+    GIVEN_UP_EXIT_CODE,
     NOT_ALLOWED,
     CorruptionError,
+    GivenUpError,
     UnfinishedError,
     UserError,
     permissions_needed,
@@ -152,12 +154,14 @@ def _explain(error: BaseException, *, is_training: bool) -> int:
     elif isinstance(error, UnfinishedError):
         text, code = f"stopped by a signal: {error}", 75
     elif isinstance(error, UserError):
-        text, code = f"error: {error}", 2
+        # The error may have been raised again with file and line.
+        given_up = isinstance(error, GivenUpError) or isinstance(error.__cause__, GivenUpError)
+        text, code = f"error: {error}", GIVEN_UP_EXIT_CODE if given_up else 2
     elif isinstance(error, OSError) and error.errno in NOT_ALLOWED and not is_training:
         text, code = f"error: {error.filename}: {error.strerror}", 2
     else:
         raise error
-    if code == 2 and is_verbose():
+    if code in (2, GIVEN_UP_EXIT_CODE) and is_verbose():
         traceback.print_exception(error)
     sys.stderr.write(f"{text}\n")
     return code

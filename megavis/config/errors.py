@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 CORRUPTION_EXIT_CODE = 71
 """`sysexits.h` calls it EX_OSERR, an error of the system below."""
+GIVEN_UP_EXIT_CODE = 72
+"""For launchers, which try other errors again in a job that has run before."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """A path without permission, or on a read-only file system."""
 
@@ -31,6 +33,10 @@ class UserError(ValueError):
         error = cls("\n".join(map(str, each)))
         error.issues = tuple(issue for one in each for issue in one.issues)
         return error
+
+
+class GivenUpError(UserError):
+    """Training must not go on by itself: it makes no progress, or another job has taken over."""
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def test_failed_job_starts_again_at_the_next_port(elastic, torchrun, capsys):
     assert "elastic.py: exit code 137; starting the job again (2 of 3)\n" in errors
 
 
-@pytest.mark.parametrize("code", [2, 75])
+@pytest.mark.parametrize("code", [2, 72, 75])
 def test_mistakes_and_requested_stops_are_final(elastic, torchrun, code):
     ends, started = torchrun
     ends += [code]

@@ -61,5 +61,5 @@ def test_failure_policy_uses_megavis_exit_codes(manifest):
         for rule in rules
         for code in rule.get("onExitCodes", {}).get("values", [])
     }
-    assert codes == {2: "FailJob", 75: "Ignore"}
+    assert codes == {2: "FailJob", 72: "FailJob", 75: "Ignore"}
     assert HUNG_EXIT_CODE not in codes

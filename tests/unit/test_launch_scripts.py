@@ -271,7 +271,9 @@ def test_torchrun_on_one_node_meets_at_the_port_that_is_asked_for(start, program
 STEP = "--wait=60 --kill-on-bad-exit=0 --export=ALL"
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, False), (2, False), (1, True), (75, True)])
+@pytest.mark.parametrize(
+    ("code", "again"), [(0, False), (2, False), (72, False), (1, True), (75, True)]
+)
 def test_slurm_starts_srun_and_requeues(start, programs, tmp_path, code, again):
     programs("srun", f"exit {code}")
     programs("scontrol")

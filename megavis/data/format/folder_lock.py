@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
-from megavis.config.errors import UserError
+from megavis.config.errors import GIVEN_UP_EXIT_CODE, UserError
 
 BEAT_SECONDS = 5.0
 """Interval of heartbeats."""
@@ -32,8 +32,6 @@ SILENCE_SECONDS = 60.0
 """Silence after which a holder on another host is dead; file attributes may be cached as long."""
 LONG_DEAD_SECONDS = 1800.0
 """A lock this much older than a new file is not watched; clocks of two hosts differ by less."""
-TAKEN_OVER_EXIT_CODE = 2
-"""Exit code of a holder whose lock is gone: another job trains, and a requeue would disturb it."""
 GONE_EXIT_CODE = 1
 """Exit code of a holder whose folder is gone: as for any failure of a disk, launchers retry."""
 
@@ -140,12 +138,12 @@ class FolderLock:
         return []
 
     def _leave(self) -> None:
-        """Exit immediately: another process now writes to the folder."""
+        """Exit immediately: another process writes to the folder, which a requeue would disturb."""
         holders = ", ".join(map(str, self._successors()))
         _end_process(
             f"{self._folder}: the lock of this job is gone, taken over by {holders}; this job ends"
             " without saving",
-            TAKEN_OVER_EXIT_CODE,
+            GIVEN_UP_EXIT_CODE,
         )
 
     def _give_up(self) -> None:

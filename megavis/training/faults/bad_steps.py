@@ -28,7 +28,7 @@ from megavis.checkpoint.format.manifest import (
     write_manifest,
 )
 from megavis.checkpoint.state.restore import Found, newest_intact_checkpoint
-from megavis.config.errors import UserError, counted
+from megavis.config.errors import GivenUpError, counted
 from megavis.config.schema import CheckpointConfig, TrainingConfig
 from megavis.parallel.agreement import DelayedMean
 from megavis.parallel.context import ParallelContext
@@ -120,7 +120,7 @@ class BadStepStreak:
     """The batch after the last bad one in the sample order, counted from 0."""
 
 
-class BadStepsError(UserError):
+class BadStepsError(GivenUpError):
     """Too many bad steps in a row up to `step`, and no rollback is allowed or possible."""
 
     def __init__(self, step: int, text: str) -> None:

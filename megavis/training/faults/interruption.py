@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from megavis.config.errors import UserError
+from megavis.config.errors import GivenUpError
 from megavis.data.format.files import write_atomically
 from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.context import ParallelContext
@@ -101,7 +101,7 @@ class StopOnSignal:
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
     """Count automatic starts in the run folder; others reset the count. Called on every process.
 
-    Raises UserError on every process after `limit` restarts from the checkpoint of `first_step`.
+    Raises GivenUpError on every process after `limit` restarts from the checkpoint of `first_step`.
     """
     context.on_main(lambda: _count(run_folder / RECORD_NAME, first_step, limit))
 
@@ -120,7 +120,7 @@ def _count(record: Path, first_step: int, limit: int) -> None:
     restarts = 1 + _restarts_before(record, first_step)
     if restarts > limit:
         record.unlink()
-        raise UserError(
+        raise GivenUpError(
             f"{record.parent}: restarted {limit} times without a new checkpoint since step"
             f" {first_step} (training.max_restarts); check the log for the cause, then start"
             " it again"

@@ -167,7 +167,7 @@ def test_replaced_holder_exits(tmp_path, capfd):
     write_lock(tmp_path, number=2, host="elsewhere")
     (tmp_path / ".lock-1").unlink()
     process.join(60)
-    assert process.exitcode == folder_lock.TAKEN_OVER_EXIT_CODE
+    assert process.exitcode == folder_lock.GIVEN_UP_EXIT_CODE
     assert "taken over by process" in capfd.readouterr().err
     assert locks(tmp_path) == [".lock-2"]
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megavis.config.errors import UserError
+from megavis import cli
+from megavis.config.errors import GIVEN_UP_EXIT_CODE, GivenUpError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
@@ -45,7 +46,9 @@ def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
     start(100)
     start(200)  # a new checkpoint resets the count
     start(200)
-    with pytest.raises(UserError, match=r"restarted 2 times .* since step 200 \(training.max_re"):
+    with pytest.raises(
+        GivenUpError, match=r"restarted 2 times .* since step 200 \(training.max_re"
+    ):
         start(200)
     start(200)  # a manual start after the error may try again
     start(200)
@@ -56,6 +59,17 @@ def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
     start(200)
 
 
+def test_a_job_without_progress_has_its_own_exit_code(small_config, monkeypatch, capsys):
+    """Launchers try a mistake again in a job that has run before, but not this."""
+
+    def run(args):
+        raise GivenUpError("restarted 2 times", key="training.max_restarts")
+
+    monkeypatch.setattr(cli, "_import_work", lambda _: run)
+    assert cli.main(["train", str(small_config)]) == GIVEN_UP_EXIT_CODE
+    assert "training.max_restarts: restarted 2 times" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "left", [b"", b'{"step": 100, "rest', b"\xff\x00", b"[]", b'{"step": 100}']
 )
@@ -63,7 +77,7 @@ def test_record_cut_by_a_power_failure_counts_as_absent(context, tmp_path, monke
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     (tmp_path / "restarts.json").write_bytes(left)
     count_restart(tmp_path, 100, 1, context)
-    with pytest.raises(UserError, match="restarted 1 times"):
+    with pytest.raises(GivenUpError, match="restarted 1 times"):
         count_restart(tmp_path, 100, 1, context)
 
 
