@@ -4,6 +4,7 @@
 # of the first node for their rendezvous.
 #
 #   CONTAINER=image.sif        run inside this Apptainer image, with the checkout mounted
+#   APPTAINER_BIND=/data,/runs other folders that Apptainer mounts, as for data and runs outside it
 #   SRUN_OPTIONS="…"           more options for srun, such as --container-image=… with pyxis
 set -euo pipefail
 

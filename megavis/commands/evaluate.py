@@ -277,6 +277,8 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
                 distances.add(*pair)
     compared = None
     words = ", ".join(f"{name} {value:.4g}" for name, value in scores.means().items())
+    if scores.num_identical:
+        words += f", {scores.num_identical} identical, which the PSNR leaves out"
     sys.stdout.write(f"{words} | N {count} of {dataset.directory}, step {opened.step}\n")
     if distances is not None:
         compared = distances.result(run=args.run_folder, originals=dataset.directory)
@@ -285,6 +287,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
     ReconstructionResult(
         step=opened.step,
         images=count,
+        identical=scores.num_identical,
         of=str(dataset.directory),
         **scores.means(),
         distance=compared,

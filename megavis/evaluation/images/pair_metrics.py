@@ -16,6 +16,7 @@ classes including void.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -179,8 +180,19 @@ class PairScores:
             self._values[name] += values.tolist()
 
     def means(self) -> dict[str, float]:
-        """Return `psnr` in dB, `ssim`, and the perceptual distance by its name."""
-        return {name: fmean(values) for name, values in self._values.items()}
+        """Return `psnr` in dB, `ssim`, and the perceptual distance by its name.
+
+        The PSNR of identical pairs is infinite, and a single one would be the mean of all: they are
+        left out, unless all are identical.
+        """
+        finite = [value for value in self._values["psnr"] if math.isfinite(value)]
+        values = {**self._values, "psnr": finite or self._values["psnr"]}
+        return {name: fmean(of_pairs) for name, of_pairs in values.items()}
+
+    @property
+    def num_identical(self) -> int:
+        """Number of pairs without any difference."""
+        return sum(map(math.isinf, self._values["psnr"]))
 
 
 class Distances:

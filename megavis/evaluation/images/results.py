@@ -138,11 +138,15 @@ class ClassesResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionResult(Result):
-    """Means over images of the shard folder `of`: PSNR in dB, SSIM and others; set distance."""
+    """Means over images of the shard folder `of`: PSNR in dB, SSIM and others; set distance.
+
+    `identical` images have an infinite PSNR and are left out of its mean.
+    """
 
     command = "`megavis evaluate reconstruction`"
     step: int
     images: int
+    identical: int = 0
     of: str
     psnr: float
     ssim: float

@@ -1,5 +1,7 @@
 """SSIM and PSNR against scikit-image."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,16 @@ def test_psnr_and_ssim_match_scikit_image():
     assert scores.means()["ssim"] == pytest.approx(np.mean(similarities), rel=1e-9)
     noises = [peak_signal_noise_ratio(*pair) for pair in pairs]
     assert scores.means()["psnr"] == pytest.approx(np.mean(noises), rel=1e-9)
+
+
+def test_identical_images_are_left_out_of_the_mean_psnr():
+    """Their PSNR is infinite: one of them would be the mean of all."""
+    images = torch.arange(2 * 16 * 16 * 3, dtype=torch.uint8).reshape(2, 16, 16, 3)
+    scores = PairScores()
+    scores.add(images, torch.stack([images[0], images[1] ^ 4]))
+    # Each value differs by 4.
+    assert scores.means()["psnr"] == pytest.approx(20 * math.log10(255 / 4))
+    assert scores.num_identical == 1
 
 
 def test_images_smaller_than_the_window_raise():
