@@ -135,14 +135,32 @@ def sample_pixels(
     """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
 
     Images come in random order and give equally many pixels, at least 64 each, so that only part of
-    a large source is read; of webdataset tars, in random order, only the beginnings are read.
-    Invalid files are skipped, and counted in print. Raises UserError if no file is a valid image.
+    a large source is read; of webdataset tars, in random order, only the beginnings are read. A
+    source with fewer images than expected is read again, for more pixels of each. Invalid files are
+    skipped, and counted in print. Raises UserError if no file is a valid image.
     """
+    num_files = sum(part.num_files for part in source.parts(files_per_part=_ALL, seed=seed))
+    # Tars may not say how many images they hold.
+    each = max(-(-num_pixels // num_files) if num_files else 0, _MIN_PIXELS_AN_IMAGE)
+    sampled = functools.partial(
+        _sampled, source, num_pixels=num_pixels, size=size, seed=seed, library=library
+    )
+    samples, refused = sampled(each=min(each, size * size))
+    if samples and len(samples) * len(samples[0]) < num_pixels and len(samples[0]) < size * size:
+        samples, refused = sampled(each=min(-(-num_pixels // len(samples)), size * size))
+    _say_refused(refused)
+    if not samples:
+        raise UserError(f"{source.root} has no valid image")
+    return np.concatenate(samples)[:num_pixels]
+
+
+def _sampled(
+    source: ImageSource, *, each: int, num_pixels: int, size: int, seed: int, library: Library
+) -> tuple[list[np.ndarray], dict[str, str]]:
+    """Return `each` pixels of images in random order, and reasons of invalid files by name."""
     random = np.random.default_rng(seed)
     parts = source.parts(files_per_part=_ALL, seed=seed)
     num_files = sum(part.num_files for part in parts)
-    each = max(-(-num_pixels // num_files) if num_files else 0, _MIN_PIXELS_AN_IMAGE)
-    each = min(each, size * size)
     wanted = -(-num_pixels // each)
     samples: list[np.ndarray] = []
     refused: dict[str, str] = {}  # by name: the beginnings of tars are read twice
@@ -159,10 +177,7 @@ def sample_pixels(
             progress.advance()
             if len(samples) == wanted:
                 break
-    _say_refused(refused)
-    if not samples:
-        raise UserError(f"{source.root} has no valid image")
-    return np.concatenate(samples)[:num_pixels]
+    return samples, refused
 
 
 def _say_refused(refused: Mapping[str, str]) -> None:

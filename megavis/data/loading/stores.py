@@ -29,7 +29,10 @@ _PIPE = "pipe:"
 _STALLED_SECONDS = 60.0
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # Libraries whose exceptions have no common class and come from a network or a server.
-_CLIENTS = {"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "http", "paramiko", "requests"}
+_CLIENTS = {
+    *("aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "http", "httpcore", "httpx"),
+    *("httpx2", "paramiko", "requests"),
+}
 _LOGIN = {
     "s3": "AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws or the machine's role, AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",

@@ -122,6 +122,14 @@ def test_permanent_failure(ending, reason, folder, tmp_path):
     assert not list(dataset.directory.glob(".*"))
 
 
+@pytest.mark.parametrize("library", ["aiohttp", "httpx", "httpx2"])
+def test_errors_of_a_network_library_are_transfer_failures(library):
+    """Those of the Hub's client, `hf://`, came as a traceback and were not tried again."""
+    error = type("ConnectError", (Exception,), {"__module__": library})("all attempts failed")
+    with pytest.raises(OSError, match="cannot be fetched after 6 attempts: all attempts failed"):
+        stores._give_up_or_wait("hf://datasets/a/b", error, failures=6, attempts=6)
+
+
 def test_open_errors(folder, tmp_path, monkeypatch):
     path, _, _ = folder
     with pytest.raises(

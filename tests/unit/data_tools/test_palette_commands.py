@@ -239,6 +239,18 @@ def test_symlink_cycles(images, palette_file, tmp_path):
     assert Manifest.read(out).num_samples == 15
 
 
+def test_fit_takes_as_many_pixels_from_tars_as_from_a_folder(images, tmp_path, capsys):
+    """Tars do not say how many images they hold; 64 pixels of each would be few of a small set."""
+    for number in range(3):
+        write_tar(
+            tmp_path / "web" / f"{number}.tar", web_members(range(4 * number, 4 * number + 4))
+        )
+    palette = tmp_path / "palette.npy"
+    fit = ["palette", "fit", str(tmp_path / "web"), "--out", str(palette), "--size", "16"]
+    assert main([*fit, "--num-colors", "4"]) == 0
+    assert f"4 colours from {12 * 16**2} pixels" in capsys.readouterr().out
+
+
 def test_fit_then_shards_then_inspect(images, tmp_path, capsys):
     palette = tmp_path / "made" / "palette.npy"
     fit = ["palette", "fit", str(images), "--out", str(palette), "--pixels", "5000"]
