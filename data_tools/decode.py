@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -26,6 +27,7 @@ from megavis.data.codecs.metadata import pixels_of_png
 MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 # Only formats for photographs: some others start external programs.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
+_STRIP_ROWS = 256
 _JPEG_START = b"\xff\xd8\xff"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 # The inverse of what Pillow does for a value of EXIF's orientation.
@@ -148,16 +150,31 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     if image.mode == "F":
         raise RefusedImageError("unsupported pixel format")
     if image.has_transparency_data:
-        layers = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, layers)
+        return _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
     return np.asarray(image.convert("RGB"))
+
+
+def _on_white(layers: Image.Image) -> np.ndarray:
+    """Composite an RGBA image on white, in strips: whole copies of a large one take gigabytes."""
+    pixels = np.empty((layers.height, layers.width, 3), np.uint8)
+    for rows in _strips(layers.height):
+        strip = layers.crop((0, rows.start, layers.width, rows.stop))
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        pixels[rows] = np.asarray(Image.alpha_composite(white, strip).convert("RGB"))
+    return pixels
 
 
 def _sixteen_bit_to_rgb(image: Image.Image) -> np.ndarray:
     # Pillow's conversion of these modes clips at 255 and would give a white image.
-    values = np.asarray(image).astype(np.int64)
+    values = np.asarray(image)
     if np.min(values) < 0 or np.max(values) > 65535:
         raise RefusedImageError("unsupported pixel format")
-    grey = ((values + 128) // 257).astype(np.uint8)
-    return np.repeat(grey[:, :, None], 3, axis=2)
+    pixels = np.empty((*values.shape, 3), np.uint8)
+    for rows in _strips(len(values)):
+        pixels[rows] = ((values[rows].astype(np.uint32) + 128) // 257)[:, :, None]
+    return pixels
+
+
+def _strips(height: int) -> Iterator[slice]:
+    for top in range(0, height, _STRIP_ROWS):
+        yield slice(top, min(top + _STRIP_ROWS, height))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -35,6 +34,8 @@ Encoded = Sequence[Sequence[bytes] | RefusedImageError] | RefusedImageError
 
 # The process that collects the results keeps only a part of the names of rejected files.
 _MOST_NAMES = 100
+_MOST_BYTES_AT_ONCE = 1 << 28
+"""Undecoded files in memory, of which each may have a gigabyte."""
 CROP_NUMBER = re.compile(r"-\d{1,5}$")
 """End of the keys of an image with several samples; numbers in keys of tars have more digits."""
 
@@ -294,7 +295,16 @@ def _add(writer: ShardWriter, picture: SourceImage, payloads: Sequence[bytes]) -
 
 
 def _batches(pictures: Iterator[SourceImage], size: int) -> Iterator[list[SourceImage]]:
-    while batch := list(itertools.islice(pictures, size)):
+    """Yield `size` images at a time; fewer if their files are large."""
+    batch: list[SourceImage] = []
+    num_bytes = 0
+    for picture in pictures:
+        batch.append(picture)
+        num_bytes += len(picture.content)
+        if len(batch) == size or num_bytes >= _MOST_BYTES_AT_ONCE:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
         yield batch
 
 

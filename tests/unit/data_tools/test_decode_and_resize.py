@@ -11,9 +11,10 @@ import pytest
 from image_files import bad_files, encoded, real_jpegs, real_picture, sixteen_bit_rgb_png
 from PIL import Image
 
-from data_tools import decode
+from data_tools import decode, shard_tasks
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.resize import resize_and_crop
+from data_tools.sources import SourceImage
 
 pytestmark = pytest.mark.once
 
@@ -85,6 +86,28 @@ def test_16_bit_images_are_scaled():
     color = np.stack([values, values[::-1], values.T], axis=-1)
     pixels = decode_image(sixteen_bit_rgb_png(color))
     assert np.abs(pixels - color / 257).max() <= 1
+
+
+def test_strips_of_an_image_are_converted_alike(monkeypatch):
+    """A strip at a time, since whole copies of a large image take gigabytes."""
+    random = np.random.default_rng(0)
+    layers = Image.fromarray(random.integers(0, 256, (9, 7, 4), dtype=np.uint8))
+    greys = Image.fromarray(random.integers(0, 65536, (9, 7), dtype=np.uint16))
+    files = [encoded(layers, "PNG"), encoded(layers.quantize(8), "PNG"), encoded(greys, "PNG")]
+    whole = [decode_image(file) for file in files]
+    monkeypatch.setattr(decode, "_STRIP_ROWS", 2)
+    for file, expected in zip(files, whole, strict=True):
+        assert (decode_image(file) == expected).all()
+    white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
+    assert (whole[0] == np.asarray(Image.alpha_composite(white, layers).convert("RGB"))).all()
+
+
+def test_large_files_are_not_kept_together(monkeypatch):
+    monkeypatch.setattr(shard_tasks, "_MOST_BYTES_AT_ONCE", 10)
+    sizes = [1, 2, 3, 4, 30, 1, 9, 1]
+    pictures = [SourceImage(str(i), str(i), -1, bytes(size)) for i, size in enumerate(sizes)]
+    batches = [[len(each.content) for each in b] for b in shard_tasks._batches(iter(pictures), 3)]
+    assert batches == [[1, 2, 3], [4, 30], [1, 9], [1]]
 
 
 def test_first_frame_of_an_animation():
