@@ -273,6 +273,7 @@ def _folder_layout(place: Path) -> str:
         return found[0]
     contents = Contents.of(place)
     if contents.image_folders:
+        _refuse_download_folders(place, contents)
         return "folder"
     # Check before tars: the tar of these images may lie among them.
     if any(map(_is_validation, contents.images)):
@@ -299,6 +300,17 @@ def _layout_of_tars(place: Path, tars: Sequence[str]) -> str:
 
 def _is_validation(name: str) -> bool:
     return name.split("/")[-1].startswith(VALIDATION_START)
+
+
+def _refuse_download_folders(place: Path, contents: Contents) -> None:
+    """Raise UserError if folders are parts of a download, which would be taken for classes."""
+    parts = [name for name in contents.image_folders if f"{name}_stats.json" in contents.others]
+    if parts:
+        raise UserError(
+            f"{place / parts[0]} is a part of a download, not a class, by {parts[0]}_stats.json"
+            " beside it: run img2dataset with --output_format webdataset; or, if the folders are"
+            " classes, say --layout folder"
+        )
 
 
 def _refuse_url_list(path: Path) -> None:

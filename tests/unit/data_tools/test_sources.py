@@ -270,6 +270,16 @@ def test_url_lists_are_refused(tmp_path):
             find_layout(place)
 
 
+def test_folders_of_a_download_are_not_taken_for_classes(tmp_path):
+    """As img2dataset writes them with `--output_format files`, its default."""
+    for part in ("00000", "00001"):
+        write_folder(
+            tmp_path, {f"{part}/{part}0001.jpg": small_jpeg(1), f"{part}_stats.json": b"{}"}
+        )
+    with pytest.raises(UserError, match="00000 is a part of a download, not a class, by 00000_st"):
+        find_layout(tmp_path)
+
+
 def test_ground_truth_errors(layouts, tmp_path):
     kit = write_kit(tmp_path / "kit", count=5)
     truth = kit / "data" / "ILSVRC2012_validation_ground_truth.txt"
