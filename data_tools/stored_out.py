@@ -30,14 +30,21 @@ def local_folder(text: str) -> Path:
     """Parse `--out` of a command that writes no URL. Raises argparse.ArgumentTypeError."""
     if is_remote(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL: this command writes to a local folder")
-    return path_of(text)
+    return _folder_at(text)
 
 
 def any_folder(text: str) -> Path | str:
     """Parse `--out` of a command that also writes to stores. Raises argparse.ArgumentTypeError."""
     if text.startswith(_READ_ONLY):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: give s3:// or gs://")
-    return text if is_remote(text) else path_of(text)
+    return text if is_remote(text) else _folder_at(text)
+
+
+def _folder_at(text: str) -> Path:
+    path = path_of(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file; name a folder")
+    return path
 
 
 @contextmanager

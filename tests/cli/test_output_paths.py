@@ -42,6 +42,15 @@ CREATORS = [
 ]
 
 
+@pytest.mark.parametrize("words", [["jpeg", "images"], ["filter", "images"], ["speech", "words"]])
+def test_shards_need_a_folder(tmp_path, capsys, words):
+    (tmp_path / "out").touch()
+    assert data_tools([*words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"--out: {tmp_path}/out is a file; name a folder" in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("program", "words"), CREATORS, ids=[" ".join(words) for _, words in CREATORS]
 )
