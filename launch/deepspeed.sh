@@ -111,7 +111,7 @@ deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \
   env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF" \
   "TORCH_FR_BUFFER_SIZE=$TORCH_FR_BUFFER_SIZE" "TORCH_FR_DUMP_TEMP_FILE=$TORCH_FR_DUMP_TEMP_FILE" \
   "TORCH_NCCL_DUMP_ON_TIMEOUT=$TORCH_NCCL_DUMP_ON_TIMEOUT" \
-  "TORCHINDUCTOR_COMPILE_THREADS=$TORCHINDUCTOR_COMPILE_THREADS" "$(command -v python)" -m megavis.cli train "$@" &
+  "TORCHINDUCTOR_COMPILE_THREADS=$TORCHINDUCTOR_COMPILE_THREADS" "$(command -v python)" -m megavis.cli train "$@" </dev/null &
 launcher=$!
 set +m
 # A signal interrupts `wait` with another exit code, so `wait` is called again, even if the launcher has

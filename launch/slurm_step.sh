@@ -31,9 +31,11 @@ say() {
   echo "slurm: $*" >&2 || true
 }
 
-# Ask SLURM's controller, which may be busy or restarting, for up to five minutes.
-persist() {
-  for pause in 1 5 15 30 60 90 100; do
+# Run a command until it succeeds, with these pauses between.
+with_pauses() {
+  local pauses=$1 pause
+  shift
+  for pause in $pauses; do
     "$@" && return
     sleep "$pause"
   done
@@ -56,13 +58,15 @@ save() {
 watch_limit() {
   local ends left
   ends=$(SLURM_TIME_FORMAT=standard squeue --noheader --job "$job" --format %e) || return 0
+  # Empty, N/A or NONE without a limit.
+  [[ $ends == *[0-9]* && -z $limit ]] || return 0
   end=$(date --date "$ends" +%s) || return 0
   left=$((end - $(date +%s)))
   ((left > 40)) || return 0
   (
     sleep $((left - 30))
     say "still saving 30 s before the time limit; queueing job $job again"
-    scontrol requeue "$job"
+    with_pauses "2 5" scontrol requeue "$job"
   ) &
   limit=$!
 }
@@ -98,23 +102,29 @@ fi
 
 # `scancel` ends the tasks as a preemption does, with time to save; but such a job is to stay ended. It
 # is not running any more, unlike one that is preempted, and its time was not up.
-state=$(squeue --noheader --job "$job" --format %T 2>/dev/null || true)
-if [[ -n $state && $state != RUNNING ]] && ((${end:-0} == 0 || $(date +%s) < end - 35)); then
-  say "exit code $code; job $job is $state and not queued again"
-  exit "$code"
-fi
+failures=.slurm-$job.failures
+leave_if_cancelled() {
+  local state
+  state=$(with_pauses "2 5" squeue --noheader --job "$job" --format %T 2>/dev/null || true)
+  if [[ -n $state && $state != RUNNING ]] && ((${end:-0} == 0 || $(date +%s) < end - 35)); then
+    say "exit code $code; job $job is $state and not queued again"
+    rm -f "$failures" || true
+    exit "$code"
+  fi
+}
+leave_if_cancelled
 
 # A run that trains without progress exits with 72 after training.max_restarts. Jobs that fail before
 # training are counted here: within twenty minutes, since processes wait ten for each other. So are
 # those that SLURM's warning ends at startup, as with a time limit hardly longer than the warning,
 # which may come a minute early.
-failures=.slurm-$job.failures
 count=0
 if ((code == 0 || code == 75 || (code != 2 && SECONDS >= 1200))); then
   rm -f "$failures" || true
 else
   echo "$code" >>"$failures" || true
-  # A full disk leaves the file empty or absent; then SLURM's own count is all there is.
+  # A full disk leaves the file empty or absent; then SLURM's own count, which has all restarts, is all
+  # there is.
   count=$((${SLURM_RESTART_COUNT:-0} + 1))
   if [[ -s $failures ]]; then
     count=$(wc -l <"$failures")
@@ -125,15 +135,22 @@ fi
 # run that was asked to stop (75), a failed node, a hang.
 if ((code == 0 || code == 72 || (code == 2 && ${SLURM_RESTART_COUNT:-0} == 0))); then
   rm -f "$failures" || true
+elif ((count > 3)) && [[ ! -s $failures ]]; then
+  say "failed, and its failures cannot be counted in $PWD/$failures; not queued again"
 elif ((count > 3)); then
   say "failed four times in a row; not queued again"
   rm -f "$failures" || true
 else
   if ((code == 2)); then
-    say "exit code 2 after a restart; trying again in $((count * count * 5)) minutes"
-    sleep $((count * count * 300))
+    minutes=$((5 * 2 ** (count - 1)))
+    say "exit code 2 after a restart; trying again in $minutes minutes"
+    # In the background, so that a signal ends it: the time limit, or a preemption.
+    sleep $((60 * minutes)) &
+    wait $! || true
+    leave_if_cancelled
   fi
   say "exit code $code; queueing job $job again"
-  persist scontrol requeue "$job"
+  # For up to five minutes: SLURM's controller may be busy or restarting.
+  with_pauses "1 5 15 30 60 90 100" scontrol requeue "$job"
 fi
 exit "$code"

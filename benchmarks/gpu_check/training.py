@@ -64,7 +64,8 @@ class Trainer:
         self.copies.wait()
 
     def snapshot(self, folder: Path) -> Snapshot:
-        """Copy the state of the run to host memory."""
+        """Copy the state of the run to host memory, for a run folder, which is made."""
+        folder.mkdir(parents=True, exist_ok=True)
         config, steps = self.engine.config, self.steps_taken
         progress = TrainingProgress(
             step=steps,

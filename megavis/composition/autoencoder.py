@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megavis.composition.trainable import Backbone, Ratio, SequenceBatch
+from megavis.composition.trainable import Backbone, SequenceBatch, SumAndCount
 from megavis.config.autoencoder import AutoencoderConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -118,7 +118,9 @@ class AutoencoderObjective(Backbone):
         slope = 0.5 * paper.r1_weight * terms.get("squared_slope", 0.0)
         return total + terms.get("discriminator", 0.0) + slope
 
-    def measures(self, predictions: State, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+    def measures(
+        self, predictions: State, targets: tuple[Tensor, ...]
+    ) -> Mapping[str, SumAndCount]:
         """Return the unweighted terms of the loss as sums over images."""
         count = len(predictions[0])
         return {name: (term * count, count) for name, term in self.terms(predictions).items()}

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megavis.composition.finetuned import NO_LABEL, Finetuned
 from megavis.composition.mixing import mix
-from megavis.composition.trainable import Ratio, SequenceBatch, Trainable
+from megavis.composition.trainable import SequenceBatch, SumAndCount, Trainable
 from megavis.config.schema import FinetuneConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -322,7 +322,7 @@ class Classification(Finetuned):
 
     def held_out_loss(
         self, predictions: Any, targets: tuple[Tensor, ...], num_images: int
-    ) -> Ratio:
+    ) -> SumAndCount:
         """Return the same without label smoothing, which is for training alone."""
         return self._loss(predictions, targets, 0.0) * num_images, num_images
 
@@ -347,7 +347,7 @@ class Classification(Finetuned):
             )
         return loss
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, SumAndCount]:
         """Return top-1 and top-5 accuracy as `accuracy` and `top5`, as sums and counts."""
         logits, labels = divide(predictions)[1], targets[-1]
         return {

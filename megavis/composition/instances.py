@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megavis.composition.finetuned import Finetuned
 from megavis.composition.model import Model
-from megavis.composition.trainable import Ratio, SequenceBatch
+from megavis.composition.trainable import SequenceBatch, SumAndCount
 from megavis.config.errors import UserError, blame
 from megavis.data.codecs.instances import require_dense
 from megavis.data.format.manifest import Manifest
@@ -296,7 +296,7 @@ class Instances(Finetuned):
         losses = predictions if isinstance(predictions, Tensor) else predictions[0]
         return losses.sum(1).mean()
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, SumAndCount]:
         """Return the share of objects that the best detections find, as `accuracy`.
 
         Of an image with m objects, the m best detections count. One finds an object if the class is

@@ -20,7 +20,7 @@ from megavis.composition.asking import AskedRows
 from megavis.composition.condition import Known
 from megavis.composition.layers import Layers
 from megavis.composition.reader import Reader
-from megavis.composition.trainable import Ratio, SequenceBatch, Trainable
+from megavis.composition.trainable import SequenceBatch, SumAndCount, Trainable
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -47,7 +47,7 @@ class Model(Layers):
         """True if the density has an accuracy."""
         return self.density.measures_accuracy
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, SumAndCount]:
         """Return the density's metrics of a batch, for validation."""
         return self.density.measures(predictions, targets)
 
@@ -345,7 +345,7 @@ class Model(Layers):
 
     def held_out_loss(
         self, predictions: Any, targets: tuple[Tensor, ...], num_images: int
-    ) -> Ratio:
+    ) -> SumAndCount:
         """Return the loss as a sum over images; over predicted tokens if all weigh the same."""
         loss = self.loss(predictions, targets)
         weights = targets[not self.has_transform :]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.composition.finetuned import NO_LABEL, Finetuned
-from megavis.composition.trainable import Ratio, SequenceBatch
+from megavis.composition.trainable import SequenceBatch, SumAndCount
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.context_parallel import all_tokens
@@ -196,7 +196,7 @@ class Segmentation(Finetuned):
             loss = loss + self.settings.auxiliary_weight * _pixel_loss(auxiliary, classes)
         return loss
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, SumAndCount]:
         """Return the share of pixels, void ones left out, whose class is right, as `accuracy`."""
         (classes,) = targets
         found = resized_logits(predictions[0], classes.shape[1:]).argmax(1)

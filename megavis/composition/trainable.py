@@ -27,7 +27,7 @@ from megavis.model.stack import LayerPlan, matrix_share
 from megavis.parallel.context import ParallelContext
 from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
-Ratio = tuple[Tensor, Tensor | int]
+SumAndCount = tuple[Tensor, Tensor | int]
 """Sum and count of a metric in one batch.
 
 Over a set, the metric is the sum of the sums divided by the sum of the counts, so that it does not
@@ -191,13 +191,13 @@ class Trainable(ABC):
         """True if `measures` has `accuracy`."""
         return False
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, SumAndCount]:
         """Return further validation metrics of a batch as sums and counts."""
         return {}
 
     def held_out_loss(
         self, predictions: Any, targets: tuple[Tensor, ...], num_images: int
-    ) -> Ratio:
+    ) -> SumAndCount:
         """Return the loss of a batch of held-out images as sum and count."""
         return self.loss(predictions, targets) * num_images, num_images
 

@@ -46,8 +46,10 @@ def choose_device(name: str | None, *, local_rank: int) -> torch.device:
             working ones.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kind = device_kind(name or ("cuda" if visible else "cpu"))
-    if name != "cpu" and not visible and (promised := _gpus_from_slurm(os.environ)):
+    default = "cuda" if visible else "cpu"
+    kind = device_kind(default if name is None else name)
+    is_wanted = name is None or kind == "cuda"
+    if is_wanted and not visible and (promised := _gpus_from_slurm(os.environ)):
         raise RuntimeError(
             f"torch finds no GPU on {socket.gethostname()}, although {promised} says that the job"
             " has some: check the node's driver, or use --device cpu if that is meant"

@@ -1,5 +1,7 @@
 """An empty path, as from an unset variable of a shell, is not the current folder."""
 
+from pathlib import Path
+
 import pytest
 
 import data_tools.__main__
@@ -18,13 +20,13 @@ import megavis.cli
         ["letters", ""],
     ],
 )
-def test_data_tools_refuse_it(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_data_tools_refuse_it(words, capsys):
+    before = sorted(Path.cwd().iterdir())
     assert data_tools.__main__.main(words) == 2
     error = capsys.readouterr().err
     assert "the path is empty, as from an unset variable" in error
     assert error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    assert sorted(Path.cwd().iterdir()) == before
 
 
 def test_megavis_refuses_it(capsys):

@@ -56,6 +56,7 @@ def take_steps(run: Trainer, engine: Engine, steps: range) -> list[float]:
 
 
 def save(run: Trainer, engine: Engine, context: ParallelContext, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"layers": engine.layers, "states": engine.states}
     progress = TrainingProgress(
         step=SAVED_STEP, samples_seen=0, seed=run.config.seed, tokenizer=run.tokenizer

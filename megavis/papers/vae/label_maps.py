@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavis.composition.encoded_image import images_and_targets
 from megavis.composition.encoded_tokens import painted_maps
-from megavis.composition.trainable import Backbone, Ratio, SequenceBatch
+from megavis.composition.trainable import Backbone, SequenceBatch, SumAndCount
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
@@ -167,7 +167,7 @@ class LabelMapVAEObjective(Backbone):
         terms = self.terms(predictions, targets)
         return terms["cross_entropy"] + self.paper.beta * terms["kl"]
 
-    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Ratio]:
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, SumAndCount]:
         """Return the unweighted terms of the loss as sums over maps."""
         terms, count = self.terms(predictions, targets), len(targets[0])
         return {name: (term * count, count) for name, term in terms.items()}

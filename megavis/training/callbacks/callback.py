@@ -261,8 +261,8 @@ class SaveCheckpoint:
 
     Training waits while weights and states are copied to host memory; a thread then writes them. A
     failed write is counted in `failures` and reported, and training continues, except at the end.
-    `stalled` is the time that training has waited, in seconds. Creation is collective over all
-    processes.
+    `stalled` are the seconds in which neither host nor device trained. Creation is collective over
+    all processes.
 
     Args:
         saving: determines when a checkpoint is due.
@@ -285,7 +285,7 @@ class SaveCheckpoint:
         self._agreement = AsyncFlag()
         self._snapshot: Snapshot | None = None
         self._writer: Thread | None = None
-        self.stalled = self._recorded = 0.0
+        self.stalled = self._unrecorded = 0.0
 
     def __call__(self, state: StepState) -> None:
         """Save if due, and publish checkpoints that all processes have written."""
@@ -307,13 +307,15 @@ class SaveCheckpoint:
         if not self._is_prepared:
             self._is_prepared = True
             self._prepare()
-        self.stalled += time.perf_counter() - began
+        taken = time.perf_counter() - began
+        self._unrecorded += taken
+        # A GPU computes the step while the host publishes an earlier checkpoint.
+        self.stalled += taken if due or not torch.cuda.is_initialized() else 0.0
 
     def record_stall(self, state: StepState) -> None:
         """Record the wait for checkpoints since the last logged step; a callback."""
-        if state.record and self.stalled > self._recorded:
-            state.record["save_stall_s"] = self.stalled - self._recorded
-            self._recorded = self.stalled
+        if state.record and self._unrecorded:
+            state.record["save_stall_s"], self._unrecorded = self._unrecorded, 0.0
             if self.failures:
                 state.record["checkpoints_not_saved"] = self.failures
 

@@ -115,8 +115,10 @@ class Validate:
                 loss = engine.objective.held_out_loss(predictions, sequence.targets, len(batch))
                 measured = engine.objective.measures(predictions, sequence.targets)
             for name, (total, count) in {"loss": loss, **measured}.items():
-                numbers = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-                pair = torch.stack([total.double(), numbers]) * (not batch.is_repeated)
+                if not isinstance(count, Tensor):
+                    # Unlike `as_tensor`, it does not wait for a GPU.
+                    count = torch.full((), count, device=total.device)
+                pair = torch.stack([total.double(), count.double()]) * (not batch.is_repeated)
                 sums[name] = sums.get(name, 0.0) + pair
         pairs = torch.stack(list(sums.values()))
         torch.distributed.all_reduce(pairs, group=engine.context.data.group)

@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from megavis.data.format.files import write_atomically
 from megavis.parallel.context import MEETING_SECONDS, ParallelContext, set_timeouts
 
 HUNG_EXIT_CODE = 70
@@ -37,6 +39,7 @@ _LINGER_BEATS = _SILENT_BEATS + 2
 _ASKING = 4
 """How many of the first ranks ask for heartbeats, and how many spread over the others."""
 _WRITE_SECONDS = 5.0
+_MOST_SECONDS = 2 * (_REPORT_SECONDS + _WRITE_SECONDS)
 _A_MONTH = 30 * 24 * 3600.0
 
 
@@ -108,16 +111,29 @@ class Watchdog:
             f"rank {self._rank} on {socket.gethostname()} has waited for {self._patience:g} s or"
             f" more in {self._doing}"
         )
+        # Without the GIL, which a stuck driver may keep from here on.
+        faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)
+        # First: how long writing takes differs between ranks, and one that has ended is silent.
+        self._report_silent_ranks()
+        asks = _asks(self._rank, self._size)
         if not self._write_stacks(text):
             sys.stderr.write(f"megavis: {text}; its stacks:\n")
             sys.stderr.flush()
             faulthandler.dump_traceback(all_threads=True)
-        elif _asks(self._rank, self._size):
+        elif asks:
             sys.stderr.write(
                 f"megavis: {text}; the stacks of each rank N: {self._stacks}/rank-N.txt\n"
             )
-        self._report_silent_ranks()
         sys.stderr.flush()
+        if not asks:
+            # Those that ask must not find this process silent.
+            time.sleep(_LINGER_BEATS * _BEAT_SECONDS)
+        elif self._rank == 0:
+            # The store ends with this process, and others may have begun to ask a little later.
+            time.sleep((_LINGER_BEATS - _SILENT_BEATS) * _BEAT_SECONDS)
+        if self._stacks is not None:
+            _background(partial(_write_collectives, self._stacks, self._rank)).start()
+            time.sleep(_BEAT_SECONDS)
         # `sys.exit` would end only this thread, and an orderly exit waits for threads that hang.
         os._exit(HUNG_EXIT_CODE)
 
@@ -141,7 +157,6 @@ class Watchdog:
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
                 written.append(folder)
-                _write_collectives(folder / f"collectives_rank_{self._rank}")
 
         writing = _background(write)
         writing.start()
@@ -152,8 +167,6 @@ class Watchdog:
     def _report_silent_ranks(self) -> None:
         """Report the ranks whose heartbeat has stopped; the first live rank that asks does this."""
         if not _asks(self._rank, self._size):
-            # Those that ask must not find this process silent.
-            time.sleep(_LINGER_BEATS * _BEAT_SECONDS)
             return
         found: list[dict[int, str]] = []
 
@@ -175,9 +188,6 @@ class Watchdog:
         if silent and living[:1] == [self._rank]:
             sys.stderr.write("".join(f"megavis: {text}\n" for text in silent.values()))
             sys.stderr.flush()
-        if self._rank == 0:
-            # The store ends with this process, and others may have begun to ask a little later.
-            time.sleep((_LINGER_BEATS - _SILENT_BEATS) * _BEAT_SECONDS)
 
     def _silent_ranks(self) -> dict[int, str]:
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -218,17 +228,18 @@ class Watchdog:
         return self._heard_of(ranks[:middle]) + self._heard_of(ranks[middle:])
 
 
-def _write_collectives(path: Path) -> None:
+def _write_collectives(folder: Path, rank: int) -> None:
     """Write the last collectives that NCCL's flight recorder has kept, for `torchfrtrace`.
 
-    torch would do so when a collective times out, but the watchdog ends the process before.
+    torch would do so when a collective times out, but the watchdog ends the process before. Last of
+    all, since it keeps the GIL and asks the driver, which may hang too.
     """
     from torch._C import _distributed_c10d
 
     # torch without CUDA lacks it. Without a buffer it has kept nothing.
     dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
     if dump is not None and dist.is_initialized() and dist.get_backend() == "nccl":
-        path.write_bytes(dump())
+        write_atomically(folder / f"collectives_rank_{rank}", dump())
 
 
 def _asks(rank: int, size: int) -> bool:

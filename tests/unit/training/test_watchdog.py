@@ -117,12 +117,10 @@ def test_stacks_are_in_the_log_only_if_they_cannot_be_written(tmp_path, capfd, r
 def test_collectives_of_nccl_are_written_for_torchfrtrace(tmp_path, monkeypatch, backend):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    context = SimpleNamespace(world=SimpleNamespace(rank=5, size=SIZE))
-    assert Watchdog(context, patience=2, stacks=tmp_path / "stacks")._write_stacks("in a test")
-    (tmp_path / "stacks" / "rank-5.txt").unlink()
-    written = [path.name for path in (tmp_path / "stacks").iterdir()]
+    watchdog._write_collectives(tmp_path, 5)
+    written = [path.name for path in tmp_path.iterdir()]
     assert written == (["collectives_rank_5"] if backend == "nccl" else [])
     for name in written:
         # `torchfrtrace FOLDER -p collectives_rank_` reads these.
-        trace = pickle.loads((tmp_path / "stacks" / name).read_bytes())
+        trace = pickle.loads((tmp_path / name).read_bytes())
         assert {"version", "pg_config", "entries"} <= set(trace)
