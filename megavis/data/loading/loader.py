@@ -264,7 +264,8 @@ def evaluation_batches(
     batches = _prefetched(read, -(-count // at_once))
     if label is None:
         return batches
-    return shown(batches, label, total=count // data_parallel_size, size=len)
+    # The first rank, which shows the bar, reads one more where there is a remainder.
+    return shown(batches, label, total=-(-count // data_parallel_size), size=len)
 
 
 def round_robin_batches(

@@ -251,6 +251,22 @@ def test_evaluation_batches(folder, batch_size, ranks, limit, expected):
     assert seen == list(range(expected))
 
 
+@pytest.mark.parametrize(("batch_size", "ranks"), [(4, 1), (4, 2), (8, 3), (64, 2)])
+def test_bar_of_evaluation_ends_with_its_total(folder, batch_size, ranks, monkeypatch):
+    totals = []
+
+    def shown(parts, label, *, total, size):
+        assert label == "images"
+        totals.append(total)
+        return parts
+
+    monkeypatch.setattr("megavis.data.loading.loader.shown", shown)
+    batches = evaluation_batches(
+        ShardDataset(folder[0]), batch_size=batch_size, data_parallel_size=ranks
+    )
+    assert [sum(map(len, batches))] == totals
+
+
 def test_evaluation_of_nothing_is_an_error(folder):
     with pytest.raises(UserError, match="no samples to evaluate"):
         evaluation_batches(ShardDataset(folder[0]), batch_size=1, limit=0)
