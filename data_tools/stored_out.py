@@ -10,13 +10,14 @@ which the index of samples is made.
 from __future__ import annotations
 
 import argparse
+import errno
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megavis.config.arguments import path_of
-from megavis.config.errors import UserError
+from megavis.config.errors import NOT_ALLOWED, UserError
 from megavis.data.format.files import atomic_writer
 from megavis.data.format.manifest import MANIFEST_NAME
 from megavis.data.format.shards import index_path
@@ -24,6 +25,8 @@ from megavis.data.loading.remote import is_remote
 from megavis.data.loading.stores import AbsentFileError, Store
 
 _READ_ONLY = ("pipe:", "http://", "https://")
+# Other errors are the disk's.
+_NOT_A_PLACE = (*NOT_ALLOWED, errno.ENAMETOOLONG)
 
 
 def local_folder(text: str) -> Path:
@@ -42,7 +45,15 @@ def any_folder(text: str) -> Path | str:
 
 def _folder_at(text: str) -> Path:
     path = path_of(text)
-    if path.exists() and not path.is_dir():
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except OSError as error:
+        if error.errno not in _NOT_A_PLACE:
+            raise
+        raise argparse.ArgumentTypeError(
+            f"{text}: {error.strerror}; name a folder that can be written"
+        ) from None
+    if is_file:
         raise argparse.ArgumentTypeError(f"{text} is a file; name a folder")
     return path
 

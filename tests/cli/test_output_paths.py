@@ -51,6 +51,28 @@ def test_shards_need_a_folder(tmp_path, capsys, words):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["jpeg", "images"], ["speech", "words"]])
+def test_shards_need_a_name_that_disks_take(tmp_path, capsys, monkeypatch, words):
+    long = tmp_path / ("o" * 300)
+    assert data_tools([*words, "--out", str(long)]) == 2
+    expected = f"--out: {long}: File name too long; name a folder that can be written"
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+    def fail(number):
+        def exists(_):
+            raise OSError(number, os.strerror(number), "out")
+
+        monkeypatch.setattr("pathlib.Path.exists", exists)
+        return data_tools([*words, "--out", "out"])
+
+    assert fail(errno.EACCES) == 2
+    assert "--out: out: Permission denied; name a folder" in capsys.readouterr().err
+    assert fail(errno.ESTALE) == 1
+    assert "Stale file handle: out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("program", "words"), CREATORS, ids=[" ".join(words) for _, words in CREATORS]
 )
