@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megavis.config.arguments import ArgumentParser, accept_all_text, close_output
+from megavis.config.arguments import (
+    ArgumentParser,
+    accept_all_text,
+    close_output,
+    show_fatal_stacks,
+)
 from megavis.config.errors import NOT_ALLOWED, UserError, describe_os_error
 
 
@@ -20,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing permission, 130 if interrupted.
     """
     accept_all_text()
+    show_fatal_stacks()
     try:
         arguments = build_parser().parse_args(argv)
         code: int = arguments.run(arguments)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.shard_tasks import Unit, UnitResult, do_unit
+from megavis.config.arguments import show_fatal_stacks
 from megavis.config.errors import UserError, describe_os_error
 from megavis.data.format.sample_index import Each
 
@@ -119,7 +120,7 @@ def _open_pool(workers: int) -> ProcessPoolExecutor:
     # Spawn rather than fork: the parent may have threads that hold locks.
     context = multiprocessing.get_context("spawn")
     try:
-        return ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent)
+        return ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
     except OSError as error:  # semaphores are files there, which the error does not name
         raise UserError(
             f"{_SHARED_MEMORY}: {error.strerror}; worker processes need room to write there: make"
@@ -127,8 +128,12 @@ def _open_pool(workers: int) -> ProcessPoolExecutor:
         ) from None
 
 
-def end_with_parent() -> None:
-    """End this worker process when its parent is gone, instead of waiting for its next unit."""
+def start_worker() -> None:
+    """Show fatal errors of this worker process, and end it when its parent is gone.
+
+    It would wait for its next unit.
+    """
+    show_fatal_stacks()
     parent = multiprocessing.parent_process()
     assert parent is not None
 

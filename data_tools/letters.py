@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, features
 from PIL import __version__ as pillow_version
 
-from data_tools.engines import end_with_parent
+from data_tools.engines import start_worker
 from data_tools.fonts import FONTS, describe_fonts, glyph
 from data_tools.inspection import tile
 from data_tools.job_report import ProgressBar, say
@@ -220,7 +220,7 @@ def _each(tasks: Sequence[Task], *, workers: int) -> Iterator[int]:
         return
     # Spawn rather than fork: the parent may have threads that hold locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker) as pool:
         yield from pool.map(_write_images, tasks)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import importlib
 import os
 import sys
@@ -19,7 +18,12 @@ from typing import Any, NamedTuple
 
 from megavis import __version__
 from megavis.commands.terminal import complete, is_verbose, quietly, set_verbosity
-from megavis.config.arguments import ArgumentParser, accept_all_text, close_output
+from megavis.config.arguments import (
+    ArgumentParser,
+    accept_all_text,
+    close_output,
+    show_fatal_stacks,
+)
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
     GIVEN_UP_EXIT_CODE,
@@ -115,10 +119,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     Here and below, a namespace has only the options of its own command; others have defaults.
     """
     set_verbosity(quiet=parsed.quiet, verbose=parsed.verbose)
-    if not faulthandler.is_enabled():
-        # A memory-mapped shard that is truncated under its reader ends the process by SIGBUS,
-        # without a word. Not `sys.stderr`, which is no file in a notebook.
-        faulthandler.enable(2)
+    show_fatal_stacks()
     is_recorded = COMMANDS[parsed.command].is_recorded
     try:
         if parsed.check is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import faulthandler
 import io
 import math
 import os
@@ -107,6 +108,15 @@ def accept_all_text() -> None:
             # This flushes the stream: a log on a full disk must not end a run.
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="surrogateescape" if keeps_bytes else "replace")
+
+
+def show_fatal_stacks() -> None:
+    """Show the stack where a signal such as SIGBUS ends this process.
+
+    It does so, without a word, where a memory-mapped shard is truncated under its reader.
+    """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # not `sys.stderr`, which is no file in a notebook
 
 
 def close_output(error: BrokenPipeError) -> int:
