@@ -141,8 +141,8 @@ class FolderLock:
         """Exit immediately: another process writes to the folder, which a requeue would disturb."""
         holders = ", ".join(map(str, self._successors()))
         _end_process(
-            f"{self._folder}: the lock of this job is gone, taken over by {holders}; this job ends"
-            " without saving",
+            f"{self._folder}: the lock of this job is gone, taken over by {holders};"
+            f" {self._use.end}",
             GIVEN_UP_EXIT_CODE,
         )
 
@@ -150,7 +150,7 @@ class FolderLock:
         """Exit as after an OSError: the disk is not there, or the lock was deleted by hand."""
         _end_process(
             f"{self._path}: missing for {SILENCE_SECONDS:g} s on {socket.gethostname()}, so its"
-            " disk is not mounted any more or it was deleted; this job ends without saving",
+            f" disk is not mounted any more or it was deleted; {self._use.end}",
             GONE_EXIT_CODE,
         )
 
@@ -212,11 +212,13 @@ class LockUse:
         folder: description of the folder.
         words: description of the other job's work.
         advice: how to work elsewhere.
+        end: what happens to a job that has lost its lock.
     """
 
     folder: str
     words: str
     advice: str
+    end: str = "this job ends"
 
     def refusal(self, folder: Path, holder: Holder) -> UserError:
         """Return the error for a second job."""
@@ -226,7 +228,10 @@ class LockUse:
 
 
 TRAINING = LockUse(
-    "run folder", "another job trains in this run folder", "give this run another name (name=...)"
+    "run folder",
+    "another job trains in this run folder",
+    "give this run another name (name=...)",
+    "this job ends without saving",
 )
 
 

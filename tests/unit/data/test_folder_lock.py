@@ -168,7 +168,9 @@ def test_replaced_holder_exits(tmp_path, capfd):
     (tmp_path / ".lock-1").unlink()
     process.join(60)
     assert process.exitcode == folder_lock.GIVEN_UP_EXIT_CODE
-    assert "taken over by process" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "taken over by process" in said
+    assert said.endswith("; this job ends without saving\n")
     assert locks(tmp_path) == [".lock-2"]
 
 

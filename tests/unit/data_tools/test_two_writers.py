@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import re
 import signal
@@ -14,7 +16,8 @@ from kill_sweep import spawned, stop, write_images
 from data_tools.__main__ import main
 from data_tools.jobs import JobSlice
 from data_tools.out_lock import hold_out
-from megavis.config.errors import UserError
+from megavis.config.errors import GIVEN_UP_EXIT_CODE, UserError
+from megavis.data.format import folder_lock
 from megavis.data.format.folder_lock import FolderLock
 
 pytestmark = pytest.mark.once
@@ -82,6 +85,29 @@ def test_slices_share_a_folder(held, asked, refused, tmp_path):
             with hold_out(tmp_path, JobSlice.parse(asked)):
                 pass
     assert not list(tmp_path.iterdir())
+
+
+def hold_with_fast_beats(folder, is_held):
+    folder_lock.BEAT_SECONDS = 0.05
+    with hold_out(folder, JobSlice()):
+        is_held.set()
+        time.sleep(600)
+
+
+def test_a_command_that_was_replaced_ends(tmp_path, capfd):
+    """As in training, but for the words: what a shard folder holds is saved."""
+    spawn = multiprocessing.get_context("spawn")
+    is_held = spawn.Event()
+    process = spawn.Process(target=hold_with_fast_beats, args=(tmp_path, is_held))
+    process.start()
+    assert is_held.wait(120)
+    other = json.loads((tmp_path / ".lock-1").read_text()) | {"token": "another"}
+    (tmp_path / ".lock-2").write_text(json.dumps(other))
+    (tmp_path / ".lock-1").unlink()
+    process.join(60)
+    assert process.exitcode == GIVEN_UP_EXIT_CODE == 72
+    said = capfd.readouterr().err
+    assert re.search(r"taken over by process \d+ on .*; this job ends\n$", said)
 
 
 def test_a_folder_of_drawn_images_is_written_once(tmp_path, capsys):
