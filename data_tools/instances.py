@@ -22,7 +22,7 @@ from data_tools.image_shards import TargetEncoder, add_quality_argument, check_q
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.label_maps import read_json
-from data_tools.sources import FileSource, SourceFile, why_unreadable
+from data_tools.sources import FileSource, SourceFile, listed_size_and_fault
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.instances import require_dense
 from megavis.data.codecs.jpeg import join
@@ -161,11 +161,10 @@ def _file(
     image: Mapping[str, Any], objects: Sequence[Object], folder: Path, *, skips_empty: bool
 ) -> InstanceFile:
     name, size = image["file_name"], [int(image["height"]), int(image["width"])]
-    path = folder / name
-    num_bytes = path.stat().st_size if path.is_file() else -1
+    num_bytes, fault = listed_size_and_fault(folder, name)
     described = json.dumps({"size": size, "objects": objects})
     is_empty = all(each["crowd"] for each in objects)
-    refused = _NO_OBJECT if skips_empty and is_empty else why_unreadable(path)
+    refused = _NO_OBJECT if skips_empty and is_empty else fault
     return InstanceFile(name, -1, num_bytes, refused=refused, annotation=described)
 
 

@@ -36,7 +36,7 @@ from data_tools.image_shards import (
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.labelled.array_files import read_mat
 from data_tools.labelled.data_set import hdf5_array, ppm
-from data_tools.sources import FileSource, SourceFile, list_images, why_unreadable
+from data_tools.sources import FileSource, SourceFile, list_images, listed_size_and_fault
 from data_tools.user_text import read_text
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, decode_png, join, split
@@ -137,16 +137,13 @@ def _file(
     image = names.get(annotation["image_id"])
     if image is None:
         return SourceFile(annotation["file_name"], -1, 0, refused=_NO_IMAGE)
-    path = images / image
+    num_bytes, fault = listed_size_and_fault(images, image)
+    _, fault_of_map = listed_size_and_fault(maps, annotation["file_name"])
     return PanopticFile(
         image,
         -1,
-        path.stat().st_size if path.is_file() else -1,
-        refused=(
-            _fault(segments)
-            or why_unreadable(path)
-            or why_unreadable(maps / annotation["file_name"])
-        ),
+        num_bytes,
+        refused=_fault(segments) or fault or fault_of_map,
         map_path=str((maps / annotation["file_name"]).resolve()),
         segments=json.dumps(segments),
     )

@@ -8,6 +8,7 @@ are the same for both.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import os
@@ -35,6 +36,9 @@ TOO_LARGE = "too large"
 DUPLICATE = "duplicate name: the last one counts"
 UNREADABLE = "unreadable file"
 _NOT_REGULAR = "not a regular file"
+# Errors of a path that leads nowhere, and of one that never can be read.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+_STAYS = (*NOT_ALLOWED, errno.ELOOP)
 # Unicode's categories of control characters, and of separators of lines and paragraphs.
 _CONTROLS = ("Cc", "Zl", "Zp")
 
@@ -304,25 +308,48 @@ def number_classes(
 def _file_of(root: Path, raw: str) -> SourceFile:
     name = printable(raw)
     path = "" if name == raw else raw
-    place = root / raw
-    try:
-        num_bytes = place.stat().st_size
-    except OSError as error:
-        if error.errno not in NOT_ALLOWED and not place.is_symlink():
-            raise  # it was listed a moment ago, so the disk fails
-        num_bytes = -1
-    return SourceFile(name, -1, num_bytes, path, refused=why_unreadable(place))
+    num_bytes, fault = size_and_fault(root / raw)
+    return SourceFile(name, -1, num_bytes, path, refused=fault)
 
 
-def why_unreadable(place: Path) -> str:
-    """Return why a file cannot be read, whatever happens later; empty if it can.
+def size_and_fault(place: Path) -> tuple[int, str]:
+    """Return the size of a file, -1 if unknown, and why it cannot be read; empty if it can.
 
-    Such are a missing file, a broken link, a loop of links, and a file without permission.
+    Such a fault is a file without permission, a broken link, a loop of links, or no file, such as
+    a pipe: it stays, whatever happens later. Raises OSError for others, as of a disk that fails.
     """
+    num_bytes = -1
     try:
-        mode = place.stat().st_mode
-    except OSError:
-        return UNREADABLE
-    if not stat.S_ISREG(mode):  # opening a pipe would block forever
-        return _NOT_REGULAR
-    return "" if os.access(place, os.R_OK) else UNREADABLE
+        status = place.stat()
+        num_bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block forever
+            return num_bytes, _NOT_REGULAR
+        if not os.access(place, os.R_OK):
+            place.open("rb").close()  # access(2) does not say why
+    except OSError as error:
+        is_broken_link = error.errno in _ABSENT and place.is_symlink()
+        if error.errno not in _STAYS and not is_broken_link:
+            raise
+        return num_bytes, UNREADABLE
+    return num_bytes, ""
+
+
+def listed_size_and_fault(root: Path, name: str) -> tuple[int, str]:
+    """Return `size_and_fault` of a file that a list names, whose absence is a fault too.
+
+    Raises OSError if its folder cannot be listed, or is empty as a mount point without its disk.
+    """
+    place = root / name
+    try:
+        num_bytes, fault = size_and_fault(place)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        folder = place.parent
+        while folder != root and not folder.is_dir() and not folder.is_symlink():
+            folder = folder.parent
+        with os.scandir(folder) as entries:
+            if next(entries, None) is None:
+                raise
+        return -1, UNREADABLE
+    return -1 if fault == _NOT_REGULAR else num_bytes, fault

@@ -35,7 +35,7 @@ from data_tools.sources import (
     SourceImage,
     SourcePart,
     printable,
-    why_unreadable,
+    size_and_fault,
 )
 from megavis.config.arguments import path_of
 from megavis.config.errors import UserError
@@ -313,7 +313,10 @@ class TarSource:
         return digest.hexdigest()
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
-        """Return one part per tar, regardless of the arguments."""
+        """Return one part per tar, regardless of the arguments.
+
+        Raises OSError if a tar is gone since it was listed.
+        """
         return [
             TarPart(
                 path,
@@ -323,7 +326,7 @@ class TarSource:
                 len(self.class_names),
                 self.selection,
                 self.store,
-                "" if self.store else why_unreadable(path),
+                "" if self.store else size_and_fault(path)[1],
             )
             for number, (path, size) in enumerate(self.tars)
         ]
