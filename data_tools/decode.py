@@ -40,6 +40,7 @@ _TURNED_BACK = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_270,
 }
+TRUNCATED = "truncated"
 _KNOWN_STARTS = (_JPEG_START, _PNG_START, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
 
 
@@ -91,7 +92,7 @@ def _decode_jpeg(content: bytes, min_side: int) -> np.ndarray | None:
         raise RefusedImageError("too large") from None
     except DamagedImageError as error:
         truncated = "premature end" in str(error).lower()
-        raise RefusedImageError("truncated" if truncated else "damaged") from None
+        raise RefusedImageError(TRUNCATED if truncated else "damaged") from None
 
 
 def _decode_with_pillow(content: bytes) -> np.ndarray:
@@ -140,7 +141,7 @@ def _loaded(image: Image.Image) -> Image.Image:
 def _kind_of_damage(content: bytes, error: Exception) -> str:
     text = str(error).lower()
     cut_png = content.startswith(_PNG_START) and b"IEND" not in content[-16:]
-    return "truncated" if cut_png or "truncated" in text or "eof" in text else "damaged"
+    return TRUNCATED if cut_png or "truncated" in text or "eof" in text else "damaged"
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:

@@ -45,7 +45,7 @@ from data_tools.source_formats import (
     open_source,
     read_class_names,
 )
-from data_tools.sources import FileSource, SourceFile, SourceImage, list_images
+from data_tools.sources import FileSource, SourceFile, SourceImage, list_images, read_file
 from data_tools.stored_out import refuse_nested
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import (
@@ -301,7 +301,7 @@ def _pair(image: SourceFile, partners: list[SourceFile], root: Path) -> SourceFi
 def read_pair(file: SourceFile, root: Path) -> bytes:
     """Read both files and pack them with `join`. Raises OSError."""
     assert isinstance(file, PairFile)
-    return join(file.read(root), Path(file.target).read_bytes())
+    return join(file.read(root), read_file(Path(file.target)))
 
 
 @dataclass(frozen=True)

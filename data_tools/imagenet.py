@@ -21,6 +21,7 @@ from data_tools.sources import (
     CUT_OFF,
     FileSource,
     SourceFile,
+    errors_named,
     label_by_folder,
     list_images,
     number_classes,
@@ -63,7 +64,7 @@ def are_class_tars(names: Sequence[str]) -> bool:
 
 
 def _tar_of_tars(path: Path) -> Iterator[SourceFile]:
-    with path.open("rb") as file:
+    with errors_named(path), path.open("rb") as file:
         try:
             for outer in tar_members(file):
                 yield from _class_tar(file, outer)
@@ -74,7 +75,7 @@ def _tar_of_tars(path: Path) -> Iterator[SourceFile]:
 def _class_tars(folder: Path) -> Iterator[SourceFile]:
     """Yield the images of the class tars in a folder, with the names that the outer tar gives."""
     for name in Contents.of(folder).tars:
-        with (folder / name).open("rb") as file:
+        with errors_named(folder / name), (folder / name).open("rb") as file:
             outer = tarfile.TarInfo(name)
             outer.size, outer.offset_data = os.fstat(file.fileno()).st_size, 0
             for picture in _class_tar(file, outer):
@@ -151,7 +152,7 @@ def flat_files(root: Path) -> FileSource:
 
 
 def _flat_tar(path: Path) -> Iterator[SourceFile]:
-    with path.open("rb") as file:
+    with errors_named(path), path.open("rb") as file:
         try:
             for member in tar_members(file):
                 yield _member(member)

@@ -36,7 +36,7 @@ from data_tools.image_shards import (
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.labelled.array_files import read_mat
 from data_tools.labelled.data_set import hdf5_array, ppm
-from data_tools.sources import FileSource, SourceFile, list_images, listed_size_and_fault
+from data_tools.sources import FileSource, SourceFile, list_images, listed_size_and_fault, read_file
 from data_tools.user_text import read_text
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, decode_png, join, split
@@ -158,7 +158,7 @@ def _fault(segments: Sequence[tuple[int, int, int]]) -> str:
 def _read_pair(file: SourceFile, root: Path) -> bytes:
     """Return image, segments and map as one payload. Raises OSError."""
     assert isinstance(file, PanopticFile)
-    described = join(file.segments.encode(), Path(file.map_path).read_bytes())
+    described = join(file.segments.encode(), read_file(Path(file.map_path)))
     return join(file.read(root), described)
 
 
@@ -252,7 +252,7 @@ def _encoder(arguments: argparse.Namespace) -> TargetEncoder:
 def _read_folders(file: SourceFile, root: Path, *, units: float) -> bytes:
     """Return image and depth as one payload. Raises OSError and RefusedImageError."""
     assert isinstance(file, PairFile)
-    depths = Path(file.target).read_bytes()
+    depths = read_file(Path(file.target))
     try:
         image = Image.open(io.BytesIO(depths), formats=("PNG",))
         values = np.asarray(image)

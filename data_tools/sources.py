@@ -15,6 +15,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +40,8 @@ _NOT_REGULAR = "not a regular file"
 # Errors of a path that leads nowhere, and of one that never can be read.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _STAYS = (*NOT_ALLOWED, errno.ELOOP)
+# A bad sector, and permissions that access(2) does not predict.
+_OF_ONE_FILE = (errno.EIO, errno.EACCES, errno.EPERM)
 # Unicode's categories of control characters, and of separators of lines and paragraphs.
 _CONTROLS = ("Cc", "Zl", "Zp")
 
@@ -127,8 +130,8 @@ class SourceFile:
         """Read the file; fewer than `num_bytes` in a truncated tar. Raises OSError."""
         place = root / (self.path or self.name)
         if self.offset < 0:
-            return place.read_bytes()
-        with place.open("rb", buffering=0) as tar:
+            return read_file(place)
+        with errors_named(place), place.open("rb", buffering=0) as tar:
             # Never read more than the tar has, even if a header says so.
             length = min(self.num_bytes, max(os.fstat(tar.fileno()).st_size - self.offset, 0))
             return os.pread(tar.fileno(), length, self.offset)
@@ -154,8 +157,7 @@ class FileSlice:
     def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
         """Yield the files of the slice in order.
 
-        Raises OSError: what could not be read when it was listed has a reason in `refused`, so the
-        disk has failed since, and a rerun may read the file.
+        Raises OSError if the disk has failed since they were listed: a rerun may read them.
         """
         for place, file in self.files:
             if file.refused or file.num_bytes > MAX_FILE_BYTES:
@@ -165,6 +167,13 @@ class FileSlice:
                 content = self.read(file, self.root)
             except RefusedImageError as refusal:
                 refuse(file.name, str(refusal))
+                continue
+            except OSError as error:
+                # A tar could be opened when it was listed.
+                is_tar = file.offset >= 0 and error.errno != errno.EIO
+                if is_tar or not is_of_one_file(error, self.root):
+                    raise
+                refuse(file.name, UNREADABLE)
                 continue
             if file.offset >= 0 and len(content) < file.num_bytes:
                 refuse(file.name, CUT_OFF)
@@ -310,6 +319,42 @@ def _file_of(root: Path, raw: str) -> SourceFile:
     path = "" if name == raw else raw
     num_bytes, fault = size_and_fault(root / raw)
     return SourceFile(name, -1, num_bytes, path, refused=fault)
+
+
+def read_file(path: Path) -> bytes:
+    """Read a file. Raises OSError with its name."""
+    with errors_named(path):
+        return path.read_bytes()
+
+
+@contextmanager
+def errors_named(path: Path) -> Iterator[None]:
+    """Name a file in OSErrors of the block, since those of reading do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def is_of_one_file(error: OSError, root: Path) -> bool:
+    """Return whether one file cannot be read, now or later, while its disk is there.
+
+    The error names the file, which still has a size, and `root` can still be listed, or, if it is
+    a file, be read.
+    """
+    if error.errno not in _OF_ONE_FILE or error.filename is None:
+        return False
+    try:
+        Path(error.filename).stat()
+        if not root.is_dir():
+            with root.open("rb") as file:
+                return bool(file.read(1))
+        with os.scandir(root) as entries:
+            return next(entries, None) is not None
+    except OSError:
+        return False
 
 
 def size_and_fault(place: Path) -> tuple[int, str]:

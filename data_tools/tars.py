@@ -31,9 +31,12 @@ from data_tools.sources import (
     CUT_OFF,
     MAX_FILE_BYTES,
     TOO_LARGE,
+    UNREADABLE,
     Refuse,
     SourceImage,
     SourcePart,
+    errors_named,
+    is_of_one_file,
     printable,
     size_and_fault,
 )
@@ -144,7 +147,7 @@ class Stretch:
 
 def is_tar(path: Path) -> bool:
     """Return whether a file starts like an uncompressed tar, or is empty. Raises OSError."""
-    with path.open("rb") as file:
+    with errors_named(path), path.open("rb") as file:
         block = file.read(_BLOCK)
     try:
         tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
@@ -158,7 +161,7 @@ def is_tar(path: Path) -> bool:
 
 def first_member(path: Path) -> str:
     """Return the name of the first file in a tar; empty if there is none. Raises OSError."""
-    with path.open("rb") as file:
+    with errors_named(path), path.open("rb") as file:
         try:
             return next((member.name for member in tar_members(file)), "")
         except BrokenTarError:
@@ -192,13 +195,20 @@ class TarPart:
     def pictures(self, refuse: Refuse, unread: Counter[str] | None = None) -> Iterator[SourceImage]:
         """Yield the images of the tar in order.
 
-        Raises OSError if it cannot be read: that is no damage, and a rerun reads it again.
+        Raises OSError if its disk has failed: that is no damage, and a rerun reads it again.
         """
         if self.refused:
             refuse(self.path.name, self.refused)
             return
+        try:
+            yield from self._pictures(refuse, Counter() if unread is None else unread)
+        except OSError as error:  # images before it are kept
+            if not self._is_only_mine(error):
+                raise
+            refuse(self.path.name, UNREADABLE)
+
+    def _pictures(self, refuse: Refuse, unread: Counter[str]) -> Iterator[SourceImage]:
         dropped = self.selection.dropped(self.number)
-        unread = Counter() if unread is None else unread
         with self._opened() as file:
             for place, sample in enumerate(self._samples(file, refuse, unread)):
                 name = self._name(sample.image)
@@ -206,16 +216,32 @@ class TarPart:
                     continue
                 key = f"{self.number:06d}-{place:06d}"
                 reason = dropped.get(name) or dropped.get(key) or self._refusal(file, sample)
-                if reason:
-                    refuse(name, reason)
+                content = None if reason else self._read(file, sample.image)
+                if content is None:
+                    refuse(name, reason or UNREADABLE)
                     continue
                 label = -1 if sample.label is None else int(sample.label)
-                yield SourceImage(key, name, label, _content(file, sample.image, MAX_FILE_BYTES))
+                yield SourceImage(key, name, label, content)
+
+    def _read(self, file: BinaryIO, image: tarfile.TarInfo) -> bytes | None:
+        """Read an image; None if only it cannot be read. Raises OSError if the disk has failed."""
+        try:
+            with errors_named(self.path):
+                return _content(file, image, MAX_FILE_BYTES)
+        except OSError as error:
+            if not self._is_only_mine(error):
+                raise
+            return None
+
+    def _is_only_mine(self, error: OSError) -> bool:
+        """Return whether an error is about this tar, while its disk is there."""
+        is_mine = self.store is None and error.filename == str(self.path)
+        return is_mine and is_of_one_file(error, self.path.parent)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
         if self.store is None:
-            with self.path.open("rb") as file:
+            with errors_named(self.path), self.path.open("rb") as file:
                 yield file
             return
         with tempfile.TemporaryFile() as fetched:
@@ -273,9 +299,14 @@ class TarPart:
 
     def _members(self, file: BinaryIO, refuse: Refuse) -> Iterator[tarfile.TarInfo]:
         try:
-            yield from tar_members(file)
+            with errors_named(self.path):
+                yield from tar_members(file)
         except BrokenTarError as error:  # members before the damage are kept
             refuse(self.path.name, str(error))
+        except OSError as error:
+            if not self._is_only_mine(error):
+                raise
+            refuse(self.path.name, UNREADABLE)
 
     def _refusal(self, file: BinaryIO, sample: _Sample) -> str:
         """Return why a sample is rejected; empty if it is not."""

@@ -23,6 +23,7 @@ from data_tools.labelled.data_set import (
     hdf5_array,
     image_file,
     ppm,
+    read_whole,
 )
 from data_tools.sources import SourceFile
 from megavis.config.errors import UserError
@@ -108,9 +109,7 @@ def _list_norb(
 
 
 def _read_norb(file: SourceFile, root: Path) -> bytes:
-    content = file.read(root)
-    if len(content) < file.num_bytes:
-        raise OSError(f"{file.path} is truncated")
+    content = read_whole(file, root)
     return ppm(_grey(np.frombuffer(content, np.uint8).reshape(_NORB_SIDE, _NORB_SIDE)))
 
 

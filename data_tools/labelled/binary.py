@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from data_tools.labelled.data_set import TEST, TRAIN, UNLABELED, Listing, ppm
+from data_tools.labelled.data_set import TEST, TRAIN, UNLABELED, Listing, ppm, read_whole
 from data_tools.sources import SourceFile
 from data_tools.user_text import read_lines
 from megavis.config.errors import UserError
@@ -93,11 +93,8 @@ def _read_stl(file: SourceFile, root: Path) -> bytes:
 
 
 def _planes(file: SourceFile, root: Path, side: int) -> np.ndarray:
-    """Read uint8 `[3, side, side]`. Raises OSError if the file is truncated."""
-    content = file.read(root)
-    if len(content) < file.num_bytes:
-        raise OSError(f"{file.path} is truncated")
-    return np.frombuffer(content, np.uint8).reshape(3, side, side)
+    """Read uint8 `[3, side, side]`. Raises RefusedImageError and OSError."""
+    return np.frombuffer(read_whole(file, root), np.uint8).reshape(3, side, side)
 
 
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {

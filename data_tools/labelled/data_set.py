@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from data_tools.decode import TRUNCATED, RefusedImageError
 from data_tools.job_report import say
 from data_tools.sources import FileSource, Reading, SourceFile
 from megavis.config.errors import UserError
@@ -147,6 +148,14 @@ def hdf5_array(path: Path, name: str, *, wanted: str) -> Any:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (OSError, KeyError):
         raise UserError(f"{path} is missing, or not {wanted}") from None
+
+
+def read_whole(file: SourceFile, root: Path) -> bytes:
+    """Read raw pixels. Raises RefusedImageError if their file is truncated, and OSError."""
+    content = file.read(root)
+    if len(content) < file.num_bytes:
+        raise RefusedImageError(TRUNCATED)
+    return content
 
 
 def ppm(pixels: np.ndarray) -> bytes:
