@@ -172,8 +172,8 @@ class OneByOne(Schedule):
         order: Tensor | None = choices.get("order")
         prefix: int | Tensor = choices.get("prefix", self._prefix_of(index))
         count = self.orders.num_positions
-        if isinstance(prefix, int) and "prefix" in choices and not 0 < prefix < count:
-            raise UserError(f"prefix must be from 1 to {count - 1}, not {prefix}")
+        if "prefix" in choices and not (isinstance(prefix, int) and 0 < prefix < count):
+            raise UserError(f"prefix must be a whole number from 1 to {count - 1}, not {prefix}")
         if order is None:
             order = self.orders.of(index)
         else:

@@ -15,6 +15,7 @@ import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
+from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.patches import standardize
 from megavis.weights.aim import aim_table
 from megavis.weights.tables import read_table
@@ -294,3 +295,22 @@ def test_a_model_of_normalised_patches_generates_nothing(make):
     assert "set objective.normalize_targets to false" in reason
     objective, _ = make("objective.normalize_targets=false")
     assert objective.config.objective.cannot_generate(objective.config) is None
+
+
+def test_given_patches_are_a_prefix_with_a_cache_and_without(make, tmp_path):
+    """They attend to each other: the first drawn patch is that of a full pass with their mask."""
+    objective, inference = make("objective.normalize_targets=false")
+    images = photographs(3, 16)
+    given = objective.tokens_of(images)[:, :6]
+    drawing = Sampler(inference, objective, tmp_path, {}, seed=0)
+    drawn = [
+        drawing.tokens(torch.arange(3), given=given, cached=cached) for cached in (True, False)
+    ]
+    torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=1e-5)
+
+    def seventh(prefix):
+        inputs = objective.inputs_from(images, prefix=prefix)
+        return objective.outputs(inference.predictions(inputs))[:, 5]
+
+    torch.testing.assert_close(drawn[0][:, 6], seventh(6), rtol=0, atol=1e-5)
+    assert not torch.isclose(seventh(1), seventh(6), atol=1e-3).all()

@@ -78,8 +78,8 @@ def test_prefix_can_be_chosen_where_it_is_drawn():
     assert torch.equal(
         schedule.chosen(index, {}, is_named=True).groups, schedule.draw(index).groups
     )
-    for wrong in (0, 5):
-        with pytest.raises(UserError, match=f"prefix must be from 1 to 4, not {wrong}"):
+    for wrong in (0, 5, 2.5, torch.ones(2)):
+        with pytest.raises(UserError, match="prefix must be a whole number from 1 to 4"):
             schedule.chosen(index, {"prefix": wrong}, is_named=True)
     assert OneByOne(Orders(torch.arange(5)), prefix=2).names == ("order",)
 
