@@ -287,7 +287,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
     ReconstructionResult(
         step=opened.step,
         images=count,
-        identical=scores.num_identical,
+        identical=scores.num_identical or None,
         of=str(dataset.directory),
         **scores.means(),
         distance=compared,

@@ -140,13 +140,12 @@ class ClassesResult(Result):
 class ReconstructionResult(Result):
     """Means over images of the shard folder `of`: PSNR in dB, SSIM and others; set distance.
 
-    `identical` images have an infinite PSNR and are left out of its mean.
+    `identical` images, if there are any, have an infinite PSNR and are left out of its mean.
     """
 
     command = "`megavis evaluate reconstruction`"
     step: int
     images: int
-    identical: int = 0
     of: str
     psnr: float
     ssim: float
@@ -154,6 +153,7 @@ class ReconstructionResult(Result):
     perceptual_alexnet: float | None = None
     lpips_vgg16: float | None = None
     lpips_alexnet: float | None = None
+    identical: int | None = None
     distance: SamplesResult | None = None
 
 
