@@ -80,7 +80,7 @@ def test_every_key_is_needed_and_no_other_known(path, tmp_path):
     content, new = from_json(path.read_text()), tmp_path / path.name
     optional = ("temperature", "beams", "fans", "reconstructions", "sfid", "precision", "recall")
     optional += ("inception_score", "inception_score_std", "training_difference")
-    optional += ("lpips_alexnet", "distance", "fid")
+    optional += ("lpips_alexnet", "distance", "fid", "identical")
     for key in content.keys() - set(optional):
         new.write_text(to_json({k: v for k, v in content.items() if k != key}))
         assert f"`{key}` is missing" in refusal(new)
