@@ -276,7 +276,8 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
             if distances is not None:
                 distances.add(*pair)
     compared = None
-    words = ", ".join(f"{name} {value:.4g}" for name, value in scores.means().items())
+    means = scores.means()
+    words = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
     if scores.num_identical:
         words += f", {scores.num_identical} identical, which the PSNR leaves out"
     sys.stdout.write(f"{words} | N {count} of {dataset.directory}, step {opened.step}\n")
@@ -289,7 +290,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
         images=count,
         identical=scores.num_identical or None,
         of=str(dataset.directory),
-        **scores.means(),
+        **means,
         distance=compared,
     ).write(path)
     sys.stdout.write(f"{path}\n")

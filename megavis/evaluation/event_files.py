@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.data.format.files import append
+from megavis.data.format.files import append, make_within
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,10 +37,13 @@ class EventFile:
         self._proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._records = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._summary = importlib.import_module("torch.utils.tensorboard.summary")
-        self._folders = (run_folder / "tensorboard", run_folder / "tensorboard" / within)
+        self._run_folder, self._within = run_folder, ["tensorboard", *filter(None, [within])]
         # TensorBoard orders the files of a run by name.
         unique = f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}{suffix}"
-        self._path = self._folders[1] / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
+        self._path = (
+            run_folder.joinpath(*self._within)
+            / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
+        )
         self._pending: list[bytes] = []
         self._size = 0
         self._add(file_version="brain.Event:2")
@@ -67,9 +70,7 @@ class EventFile:
         while sum(map(len, self._pending)) > _MOST_PENDING and len(self._pending) > 2:
             # Keep the first two, without which it is not an event file.
             del self._pending[0 if self._size else 2]
-        # Not the run folder: if its disk is not mounted, the mount point must stay empty.
-        for folder in self._folders:
-            folder.mkdir(exist_ok=True)
+        make_within(self._run_folder, *self._within)
         self._size = append(self._path, b"".join(self._pending), size=self._size)
         self._pending.clear()
 

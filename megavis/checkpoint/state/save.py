@@ -38,7 +38,7 @@ from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
 from megavis.config.errors import UserError
-from megavis.data.format.files import flush_folder, sha256_of_file
+from megavis.data.format.files import flush_folder, make_within, sha256_of_file
 from megavis.model.parameters import is_first_copy, partition_dimension
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
@@ -96,9 +96,7 @@ class Snapshot:
         """Write this process's share; `publish` reports failures on all processes."""
         path = self._partial / self._file
         try:
-            # Not the run folder: if its disk is not mounted, the mount point must stay empty.
-            self._partial.parent.mkdir(exist_ok=True)
-            self._partial.mkdir(exist_ok=True)
+            make_within(self._run_folder, *self._partial.relative_to(self._run_folder).parts)
             if self._tensors:
                 self._stored = write_tensors(path, self._tensors)
             self._failure = ""

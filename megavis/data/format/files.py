@@ -44,6 +44,20 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def make_within(folder: Path, *names: str) -> Path:
+    """Create a chain of folders in an existing one; return the last of them.
+
+    `folder` itself is not created: if its disk is not mounted, the mount point must stay empty.
+
+    Raises:
+        OSError: `folder` does not exist, or a folder cannot be created.
+    """
+    for name in names:
+        folder = folder / name
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
 def append(path: Path, content: bytes, *, size: int) -> int:
     """Append to a file of `size` bytes and return its new size; raises OSError.
 

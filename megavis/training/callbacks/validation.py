@@ -28,6 +28,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.config.section import EvaluationConfig
+from megavis.data.format.files import make_within
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import evaluation_batches, read_batch
 from megavis.evaluation.results import EarlyStoppingResult
@@ -173,9 +174,8 @@ class SampleImages:
             assert pixels is not None
             state.images["samples"] = pixels
             try:
-                # Not the run folder: if its disk is not mounted, the mount point must stay empty.
-                (self.folder / "samples").mkdir(exist_ok=True)
-                save_png(self.folder / "samples" / f"step-{state.step:08d}.png", pixels)
+                folder = make_within(self.folder, "samples")
+                save_png(folder / f"step-{state.step:08d}.png", pixels)
             except OSError as error:
                 text = f"WARNING: image grid of step {state.step} not written: {error}"
                 tqdm.write(f"{text}; training continues", file=sys.stderr)

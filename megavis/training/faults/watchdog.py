@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megavis.data.format.files import write_atomically
+from megavis.data.format.files import make_within, write_atomically
 from megavis.parallel.context import MEETING_SECONDS, ParallelContext, set_timeouts
 
 HUNG_EXIT_CODE = 70
@@ -149,8 +149,7 @@ class Watchdog:
 
         def write() -> None:
             with contextlib.suppress(OSError):
-                # Not the run folder: if its disk is not mounted, the mount point must stay empty.
-                folder.mkdir(exist_ok=True)
+                make_within(folder.parent, folder.name)
                 with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
                     now = datetime.now(UTC).isoformat(timespec="seconds")
                     file.write(f"{now} {text}\n")
@@ -234,12 +233,12 @@ def _write_collectives(folder: Path, rank: int) -> None:
     torch would do so when a collective times out, but the watchdog ends the process before. Last of
     all, since it keeps the GIL and asks the driver, which may hang too.
     """
-    from torch._C import _distributed_c10d
+    # torch without CUDA has neither NCCL nor this function. Without a buffer it has kept nothing.
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        from torch._C import _distributed_c10d
 
-    # torch without CUDA lacks it. Without a buffer it has kept nothing.
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
-    if dump is not None and dist.is_initialized() and dist.get_backend() == "nccl":
-        write_atomically(folder / f"collectives_rank_{rank}", dump())
+        trace = _distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
+        write_atomically(folder / f"collectives_rank_{rank}", trace)
 
 
 def _asks(rank: int, size: int) -> bool:
