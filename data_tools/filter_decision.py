@@ -230,7 +230,7 @@ def _write_lists(
         reasons = reason[start : start + len(index)]
         kept = {index.sources[place] for place in np.flatnonzero(reasons == "").tolist()}
         lines = [
-            # Reading rejects it again, and the name is that of another image.
+            # It is rejected again when it is read, and another image of the same name is kept.
             {"name": name, "reason": why} | ({KEY: ""} if name in kept or why == DUPLICATE else {})
             for name, why in index.skipped
         ]

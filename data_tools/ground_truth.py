@@ -114,7 +114,7 @@ def _stem(name: str) -> str:
 def find_truth(place: Path) -> Path | None:
     """Return the ground truth next to the images, or above them in Kaggle's tree.
 
-    Elsewhere a list further up would be that of other images.
+    In any other tree, a list in a parent folder may belong to other images.
     """
     folders = place.resolve().parents
     in_tree = [folder for folder in folders if folder.parts[-len(_TREE) :] == _TREE]

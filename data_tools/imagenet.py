@@ -59,7 +59,7 @@ def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSo
 
 
 def are_class_tars(names: Sequence[str]) -> bool:
-    """Return whether all tars are named like those of ImageNet's classes, `n01440764.tar`."""
+    """Return whether every tar is named after a class of ImageNet, such as `n01440764.tar`."""
     return all(map(_CLASS_TAR.fullmatch, names))
 
 

@@ -307,9 +307,9 @@ def _refuse_download_folders(place: Path, contents: Contents) -> None:
     parts = [name for name in contents.image_folders if f"{name}_stats.json" in contents.others]
     if parts:
         raise UserError(
-            f"{place / parts[0]} is a part of a download, not a class, by {parts[0]}_stats.json"
-            " beside it: run img2dataset with --output_format webdataset; or, if the folders are"
-            " classes, say --layout folder"
+            f"{place / parts[0]} is a part of a download, not a class, as {parts[0]}_stats.json"
+            " beside it shows: run img2dataset with --output_format webdataset, or pass --layout"
+            " folder if the folders are classes"
         )
 
 

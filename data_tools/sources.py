@@ -329,7 +329,7 @@ def read_file(path: Path) -> bytes:
 
 @contextmanager
 def errors_named(path: Path) -> Iterator[None]:
-    """Name a file in OSErrors of the block, since those of reading do not."""
+    """Add the file's name to OSErrors raised in the block; those of `read()` have none."""
     try:
         yield
     except OSError as error:

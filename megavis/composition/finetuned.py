@@ -95,7 +95,7 @@ class Finetuned(Trainable):
 
     @property
     def counts_whole_step(self) -> bool:
-        """True for classes, whose head is small; those of the other tasks may exceed the blocks."""
+        """True for classification: heads of the other tasks may cost more than the blocks."""
         return self.settings.task == "classes"
 
     @property

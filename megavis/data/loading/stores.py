@@ -273,7 +273,7 @@ def _give_up_or_wait(
 def _reason_of_absence(error: Exception) -> Exception:
     """Return why a file seems not to exist: fsspec says so of any HTTP error, and names its cause.
 
-    Only a status of the cause, 404 or 410, tells that the file does not exist.
+    The file does not exist only if the cause has status 404 or 410.
     """
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):

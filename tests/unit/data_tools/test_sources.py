@@ -276,7 +276,7 @@ def test_folders_of_a_download_are_not_taken_for_classes(tmp_path):
         write_folder(
             tmp_path, {f"{part}/{part}0001.jpg": small_jpeg(1), f"{part}_stats.json": b"{}"}
         )
-    with pytest.raises(UserError, match="00000 is a part of a download, not a class, by 00000_st"):
+    with pytest.raises(UserError, match="00000 is a part of a download, not a class, as 00000_st"):
         find_layout(tmp_path)
 
 
