@@ -139,11 +139,12 @@ def sample_pixels(
     source with fewer images than expected is read again, for more pixels of each. Invalid files are
     skipped, and counted in print. Raises UserError if no file is a valid image.
     """
-    num_files = sum(part.num_files for part in source.parts(files_per_part=_ALL, seed=seed))
+    parts = source.parts(files_per_part=_ALL, seed=seed)
+    num_files = sum(part.num_files for part in parts)
     # Tars may not say how many images they hold.
     each = max(-(-num_pixels // num_files) if num_files else 0, _MIN_PIXELS_AN_IMAGE)
     sampled = functools.partial(
-        _sampled, source, num_pixels=num_pixels, size=size, seed=seed, library=library
+        _sampled, parts, num_pixels=num_pixels, size=size, seed=seed, library=library
     )
     samples, refused = sampled(each=min(each, size * size))
     if samples and len(samples) * len(samples[0]) < num_pixels and len(samples[0]) < size * size:
@@ -155,13 +156,11 @@ def sample_pixels(
 
 
 def _sampled(
-    source: ImageSource, *, each: int, num_pixels: int, size: int, seed: int, library: Library
+    parts: list[SourcePart], *, each: int, num_pixels: int, size: int, seed: int, library: Library
 ) -> tuple[list[np.ndarray], dict[str, str]]:
     """Return `each` pixels of images in random order, and reasons of invalid files by name."""
-    random = np.random.default_rng(seed)
-    parts = source.parts(files_per_part=_ALL, seed=seed)
+    random, wanted = np.random.default_rng(seed), -(-num_pixels // each)
     num_files = sum(part.num_files for part in parts)
-    wanted = -(-num_pixels // each)
     samples: list[np.ndarray] = []
     refused: dict[str, str] = {}  # by name: the beginnings of tars are read twice
     with ProgressBar("reading images", total=min(wanted, num_files)) as progress:
