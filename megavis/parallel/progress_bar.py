@@ -14,10 +14,15 @@ _SECONDS_UNTIL_SHOWN = 2.0
 _Part = TypeVar("_Part")
 
 
+def is_quiet() -> bool:
+    """Return whether `--quiet` was given, which sets a variable of tqdm."""
+    return bool(os.environ.get("TQDM_DISABLE"))
+
+
 def is_silent() -> bool:
     """Return whether there is no bar: in a log, with `--quiet`, and on all processes but one."""
-    # tqdm itself reads the variable, which `--quiet` sets, only where `disable` is not given.
-    if not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE"):
+    # tqdm itself reads its variable only where `disable` is not given.
+    if not sys.stderr.isatty() or is_quiet():
         return True
     # Set by the launcher, or when a process joins its job. torch knows the rank too, but reports,
     # which show bars, do not import torch.

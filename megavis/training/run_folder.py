@@ -26,6 +26,7 @@ from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import Samples
 from megavis.grammar.same_run import check_same_run
 from megavis.parallel.context import ParallelContext
+from megavis.parallel.progress_bar import is_quiet
 from megavis.training.faults.interruption import is_automatic
 from megavis.training.provenance import record_start
 
@@ -85,7 +86,7 @@ def prepare_folder(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "likelihood": None if likelihood is None else asdict(likelihood),
     }
-    if not os.environ.get("TQDM_DISABLE"):  # which --quiet sets
+    if not is_quiet():
         where = f"{facts['device']}, {counted(context.world.size, 'process', 'processes')}"
         sys.stderr.write(f"{folder}: on {where}\n")
     record_start(folder, first_step, **facts)
