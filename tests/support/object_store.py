@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from threading import Lock, Thread
 
 import pytest
 import s3fs
+from process_state import threads_left
 
 from megavis.data.loading import stores
 
@@ -124,7 +127,8 @@ def open_server(log: Path) -> Iterator[Server]:
 def open_store(server: Server, patch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Run a proxy, which the user's environment names until `patch` is undone.
 
-    Each test has one of its own: threads that read ahead for the test before may still be fetching.
+    Each test has one of its own, which ends after the threads that read ahead for the test: those
+    that are fetching would try again for long.
     """
     with _proxy(server.server) as store:
         more = {"AWS_ENDPOINT_URL": store.url, "AWS_EC2_METADATA_DISABLED": "true"}
@@ -133,7 +137,10 @@ def open_store(server: Server, patch: pytest.MonkeyPatch) -> Iterator[Store]:
         patch.setattr(stores, "PAUSE_SECONDS", 0.001)
         # fsspec keeps file systems, with the servers and keys of other tests.
         s3fs.S3FileSystem.clear_instance_cache()
+        before = set(threading.enumerate())
         yield store
+        gc.collect()  # data sets that a caught exception refers to
+        assert not threads_left(before)
         assert not store.raised
 
 

@@ -213,14 +213,18 @@ class DiskCache:
 
 def cached_files(cache: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield all files of a cache, also unfinished ones, with their sizes and times."""
+    # Other processes or users may delete folders and files at any time.
     for folder in cache.iterdir():
-        # Other processes or users may delete folders at any time.
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            os.scandir(folder) as each,
+            os.scandir(folder) as entries,
         ):
-            for entry in each:
-                yield Path(entry.path), entry.stat()
+            for entry in entries:
+                try:
+                    found = entry.stat()
+                except FileNotFoundError:
+                    continue
+                yield Path(entry.path), found
 
 
 def _try_lock(file: BinaryIO | FileIO) -> bool:

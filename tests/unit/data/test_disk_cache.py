@@ -147,6 +147,14 @@ def test_a_full_cache_is_said_after_a_while(cache, monkeypatch):
     assert names(cache) == {"a", "b", "d"}
 
 
+def test_a_file_that_vanishes_does_not_hide_others(cache):
+    """Its name is listed and it has no size any more, as when a person deletes it."""
+    for number in range(20):
+        (cache.folder / f"data/{number}.tar").symlink_to(cache.folder / "gone")
+    put(cache, "a")
+    assert [path.stem for path, _ in cached_files(cache.folder)] == ["a"]
+
+
 def test_what_is_never_evicted_is_always_taken(cache):
     path = cache.folder / "data" / "samples.index"
     index = Wanted(path, 4 * SIZE, lambda file: file.write(bytes(4 * SIZE)))

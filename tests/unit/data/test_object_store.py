@@ -51,7 +51,8 @@ def server(shards):
 
 
 @pytest.fixture
-def store(server, monkeypatch):
+def store(server, monkeypatch, tmp_path):
+    # Closed before the folder of the test is deleted, which faults read.
     with open_store(server, monkeypatch) as store:
         yield store
 
