@@ -23,6 +23,7 @@ from megavis.config.schema import ModelConfig, RunConfig
 from megavis.densities.categorical import Categorical, Place
 from megavis.densities.density import NO_DECODER, DecoderWork, Density
 from megavis.grammar import words
+from megavis.grammar.boundaries import context_size
 from megavis.grammar.grammar import Grammar
 from megavis.model.adapter import Adapter
 from megavis.model.core import Core
@@ -142,8 +143,15 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
 
 @build_schedule.register
 def _(word: words.Masked, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
-    orders = Orders(torch.arange(grid[0] * grid[1]))
-    return Masked(orders, share=word.mask_ratio, seed=run.seed)
+    num_tokens = grid[0] * grid[1]
+    num_hidden = num_tokens - context_size(num_tokens, word.mask_ratio)
+    return Masked(
+        Orders(torch.arange(num_tokens)),
+        share=word.mask_ratio,
+        num_hidden=num_hidden if word.count == "exact" else None,
+        masks_features=word.features == "masked",
+        seed=run.seed,
+    )
 
 
 @build_schedule.register
@@ -169,6 +177,7 @@ def _(word: words.Groups, asks: words.AskWord, run: RunConfig, grid: Grid) -> Sc
         boundaries=word.boundaries,
         shuffled=word.order == "random",
         draws_features=masks and word.feature_order == "drawn",
+        loss_average=word.loss_average,
         seed=run.seed,
     )
 

@@ -5,6 +5,7 @@ Legend: T tokens, K predicted groups, n_0 < n_1 < ... < n_{K-1} the positions wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -54,5 +55,9 @@ def boundary_range(
 
 
 def context_size(num_positions: int, mask_ratio: float) -> int:
-    """Return the number of visible positions: a share of 1 - mask_ratio, and at least one."""
-    return max(1, round((1.0 - mask_ratio) * num_positions))
+    """Return the number of visible positions: a share of 1 - mask_ratio, and at least one.
+
+    Rounded down, as in the released code of MAE.
+    """
+    # The margin is for products such as (1 - 0.8) * 5, which are below 1 in floating point.
+    return max(1, math.floor((1.0 - mask_ratio) * num_positions + 1e-6))

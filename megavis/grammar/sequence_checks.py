@@ -232,8 +232,7 @@ def _(asks: Visible, grammar: Grammar, run: RunConfig) -> Faults:
         yield from _check_rounds(grammar.schedule, grammar, count)
     elif context_size(count, ratio) == count:
         text = f"{ratio} of {count} tokens hides none"
-        remedy = f"use smaller ones, or set it to {math.ceil(1000 / count) / 1000:g} or more"
-        yield Fault("schedule.mask_ratio", text, remedy)
+        yield Fault("schedule.mask_ratio", text, f"set it to {math.ceil(1000 / count) / 1000:g}")
     if grammar.positions not in ADDED:
         text = f"{grammar.positions} does not reach the decoder"
         yield Fault("model.positions", text, "set it to learned or sincos")

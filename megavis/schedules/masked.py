@@ -1,7 +1,8 @@
 """Masked prediction: random tokens are predicted from the others.
 
-`Masked` masks each token independently with the same probability, as in BERT. `Rounds` draws
-the mask ratio of each image and generates in rounds ("MaskGIT: Masked Generative Image
+`Masked` masks each token independently with the same probability, as in BERT, or the same
+number of tokens in every image ("SimMIM: a Simple Framework for Masked Image Modeling", Xie et
+al., 2022). `Rounds` draws the mask ratio of each image and generates in rounds ("MaskGIT: Masked Generative Image
 Transformer", Chang et al., 2022): after round i of T, a share cos(π/2 · i/T) of the tokens is
 masked again, the least confident first; confidence is log-likelihood + t_C · (1 - i/T) ·
 Gumbel noise with the choice temperature t_C. `Context` has a context of fixed size, which
@@ -84,23 +85,47 @@ class Hiding(Schedule):
 
 
 class Masked(Hiding):
-    """Mask each token with the same probability, independently of the others."""
+    """Mask random tokens.
 
-    has_random_features = True
-    """Features mask too, "to keep inputs in-distribution" (iGPT, section 4.6)."""
+    Args:
+        share: the probability with which a token is masked, independently of the others.
+        num_hidden: mask so many tokens of every image instead.
+        masks_features: mask tokens for features too, as in training.
+    """
 
-    def __init__(self, orders: Orders, *, share: float, seed: int) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        *,
+        share: float,
+        num_hidden: int | None = None,
+        masks_features: bool,
+        seed: int,
+    ) -> None:
         super().__init__(orders, seed=seed)
-        self.share = share
+        self.share, self.num_hidden, self.masks_features = share, num_hidden, masks_features
+
+    @property
+    def has_random_features(self) -> bool:
+        """True if features are of drawn masks."""
+        return self.masks_features
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
         count = self.orders.num_positions
-        return uniform(index, count, seed=self.seed, purpose="bert-mask") < self.share
+        if self.num_hidden is None:
+            return uniform(index, count, seed=self.seed, purpose="bert-mask") < self.share
+        return random_ranks(index, count, seed=self.seed) < self.num_hidden
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Mask as in training."""
-        return self.draw(index)
+        """Mask nothing, or as in training."""
+        return self.draw(index) if self.masks_features else super().for_features(index)
+
+
+def random_ranks(index: Tensor, count: int, *, seed: int) -> Tensor:
+    """Return the rank of each of `count` tokens in the order in which samples `[b]` hide them."""
+    # The inverse of a random permutation.
+    return random_orders(index, count, seed=seed, purpose="mask").argsort(dim=1)
 
 
 @dataclass(frozen=True)
@@ -164,9 +189,8 @@ class Rounds(Hiding):
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
-        order = random_orders(index, self.orders.num_positions, seed=self.seed, purpose="mask")
-        # The inverse of a random permutation: the rank of each token.
-        return order.argsort(dim=1) < self.num_predicted(index)[:, None]
+        ranks = random_ranks(index, self.orders.num_positions, seed=self.seed)
+        return ranks < self.num_predicted(index)[:, None]
 
     def num_predicted(self, index: Tensor) -> Tensor:
         """Return the number of masked tokens of samples `[b]`: float32 `[b]`."""

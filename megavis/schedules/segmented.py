@@ -10,14 +10,17 @@ Legend: b images, T tokens of an image, K predicted groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.config.section import LossAverage
 from megavis.grammar.boundaries import Cut, Segmentation, boundaries_error, boundary_range
 from megavis.parallel.device import DeviceConstant
 from megavis.parallel.random import uniform
@@ -47,6 +50,7 @@ class Groups(Schedule):
         boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
         shuffled: draw an order for each image instead of raster order.
         draws_features: draw order and groups for features too, as in training.
+        loss_average: `batch`: all predicted tokens weigh the same; `images`: all images do.
         seed: the run's seed; draws are functions of seed and sample.
     """
 
@@ -63,9 +67,10 @@ class Groups(Schedule):
         boundaries: Sequence[int] | None = None,
         shuffled: bool,
         draws_features: bool = False,
+        loss_average: LossAverage = "batch",
         seed: int,
     ) -> None:
-        self.draws_features = draws_features
+        self.draws_features, self.loss_average = draws_features, loss_average
         self.cut, self.num_tokens, self.num_groups = cut, num_tokens, num_groups
         self.shuffled, self.seed = shuffled, seed
         self.bounds = boundary_range(cut, num_tokens, num_groups, boundaries)
@@ -94,6 +99,20 @@ class Groups(Schedule):
         else:
             order = torch.arange(self.num_tokens, device=index.device).expand(len(index), -1)
         return self._arranged(order, self._boundaries(index))
+
+    def num_predicted(self, index: Tensor) -> Tensor:
+        """Return T - n_0 of samples `[b]`: float32 `[b]`."""
+        return (self.num_tokens - self._boundaries(index)[:, 0]).float()
+
+    @cached_property
+    def expected_predicted(self) -> float:
+        """The expectation of `num_predicted`."""
+        count, groups = self.num_tokens, self.num_groups
+        if self.cut == "random":  # n_0 is the least of K places drawn from 1 to T - 1.
+            return count - count / (groups + 1)
+        if self.cut == "mixed":  # The least of K - 1 from 1 to n_{K-1} - 1, or n_{K-1} itself.
+            return count - expected_last(count, groups) / groups
+        return float(count - self.bounds[0])
 
     def _arranged(self, order: Tensor, boundaries: Tensor) -> Arrangement:
         first, last = self.bounds
@@ -230,6 +249,13 @@ def mixed_length(draws: Tensor, share: Tensor, num_groups: int) -> Tensor:
     # Draws are below 1, so 2 sorts places from the last boundary on behind all others.
     earlier = _smallest(draws.masked_fill(places >= last, 2.0), num_groups - 1)
     return torch.cat([earlier, last], dim=1)
+
+
+def expected_last(num_tokens: int, num_groups: int) -> float:
+    """Return the expectation of n_{K-1} with mixed length."""
+    # E[n] is the sum over k of P(n > k), where n is at least K and at most T - 1.
+    z = [((k + 0.5) / num_tokens - MEAN_SHARE) / SHARE_DEVIATION for k in range(num_tokens - 1)]
+    return num_groups + sum(math.erfc(each / math.sqrt(2)) / 2 for each in z[num_groups:])
 
 
 def typical_boundaries(

@@ -143,18 +143,24 @@ class OneByOne(ScheduleWord):
 
 
 class Masked(ScheduleWord):
-    """Hide each token with the same probability."""
+    """Hide random tokens, and predict them from the others."""
 
     generates: ClassVar[bool] = False
 
     kind: Literal["masked"] = "masked"
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Probability that a token is hidden."""
+    """Share of the tokens that is hidden."""
+    count: Literal["drawn", "exact"] = "drawn"
+    """Hide each token with the probability `mask_ratio`, as in BERT; or the same number in every
+    image, rounded up, as in SimMIM."""
+    features: Literal["whole", "masked"] = "whole"
+    """Features, and the inputs of fine-tuning: of all tokens, or with tokens hidden as in training,
+    "to keep inputs in-distribution" (iGPT, section 4.6)."""
 
     @property
     def draws_features(self) -> bool:
-        """True: features hide tokens as in training."""
-        return True
+        """Whether `features` says so."""
+        return self.features == "masked"
 
 
 class Rounds(ScheduleWord):
@@ -211,6 +217,9 @@ class Groups(ScheduleWord):
     feature_order: Literal["raster", "drawn"] = "raster"
     """Order and groups of the tokens for features under the causal mask: raster order with even
     groups up to their mean end in training, without random draws; or drawn as in training."""
+    loss_average: LossAverage = "batch"
+    """`batch`: all predicted tokens of a step weigh the same in the loss; `images`: all images do,
+    whatever the size of their first group."""
 
     @property
     def draws_features(self) -> bool:

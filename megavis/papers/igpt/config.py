@@ -59,13 +59,15 @@ class IGPTConfig(PaperConfig):
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the two objectives of section 2.1.
 
-        BERT masks by zeros (section 2.2). The released code has a learned start vector.
+        BERT masks by zeros (section 2.2), for features and in fine-tuning too (section 4.6). The
+        released code has a learned start vector.
         """
         is_causal = self.mode == "autoregressive"
+        masked = Masked(mask_ratio=self.mask_ratio, features="masked")
         order = OneByOne(order=self.order, drawn="run", order_block=self.order_block)
         return Grammar(
             reads=Colors(vocabulary_size=self.vocabulary_size),
-            schedule=order if is_causal else Masked(mask_ratio=self.mask_ratio),
+            schedule=order if is_causal else masked,
             asks=Shift() if is_causal else Mask(filler="zero_embedding"),
             density=Categorical(head_std=self.logits_std),
             weights=InitialWeights(blocks="gpt", positions=0.01),

@@ -7,10 +7,13 @@ it predicts ("target-aware positional embedding", section 3.2).
 
 Details not in the paper follow the released code: a learned token precedes the class; norms are
 modulated (section 4.1, "adaLN") by the class and a learned vector for each row; and logits have a
-bias. Queries and keys are normalised by `model.qk_norm` (section 4.1). Two things differ from the
-code. It adds a separate vector to the class token; here, the vectors of the class and of the rows
-include it, which gives the same functions. And the last norm has a gain and a bias here, where the
-code has only the modulation.
+bias. Queries and keys are normalised by `model.qk_norm` (section 4.1). Differences from the code:
+
+- it adds a separate vector to the class token; here, the vectors of the class and of the rows
+  include it, which gives the same functions;
+- the last norm has a gain and a bias here, where the code has only the modulation, whose matrix
+  does not decay there;
+- the learned token starts at N(0, 0.02²) and does not decay, where it starts at 0 and decays there.
 """
 
 from __future__ import annotations

@@ -238,10 +238,10 @@ from megavis.config.errors import UserError
         ),
         ([PATCHES, ONE_BY_ONE, BRIDGE, ERROR], [], "asks.kind", "visible needs schedule contex"),
         (
-            [PATCHES, CONTEXT.replace("0.5", "0.01"), BRIDGE, ERROR],
+            [PATCHES, CONTEXT.replace("0.5", "0"), BRIDGE, ERROR],
             [],
             "schedule.mask_ratio",
-            "0.01 of 16 tokens hides none",
+            "0.0 of 16 tokens hides none; set it to 0.063",
         ),
         (
             [PATCHES, CONTEXT, BRIDGE.replace("8", "6"), ERROR],

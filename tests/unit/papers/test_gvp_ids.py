@@ -1,5 +1,7 @@
 """GVP on ids: losses, inputs and checks of the tokenizer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_batches import batch_of
@@ -17,21 +19,32 @@ def run_folder(tmp_path_factory):
     return write_untrained_run(tmp_path_factory.mktemp("vqgan"))
 
 
-def test_d2d_loss_is_the_cross_entropy_of_predicted_ids(build_gvp):
-    objective, inference = build_gvp("objective.variant=d2d", *IDS)
-    ids = torch.randint(12, (2, 9))
-    sequence = objective.sequence(batch_of(ids))
+def cross_entropies(objective, inference, ids, index):
+    """Return the cross-entropy of each predicted id, in a list for each image."""
+    batch = replace(batch_of(ids), sample_index=index)
+    sequence = objective.training_sequence(batch)
     predictions = inference.predictions(sequence.inputs)
-    logits = objective.outputs(predictions)
-    plan = objective.schedule.draw(torch.arange(2))
-    order, groups = plan.order, plan.groups
-    losses = []
-    for image in range(2):
-        asked = [place for place in range(9) if groups[image, place] > 0]
-        places = [F.cross_entropy(logits[image, p], ids[image, order[image, p]]) for p in asked]
-        losses.append(torch.stack(places).mean())
-    loss = objective.loss(predictions, sequence.targets)
-    torch.testing.assert_close(loss, torch.stack(losses).mean())
+    logits, plan = objective.outputs(predictions), objective.schedule.draw(index)
+    found = []
+    for image, (order, groups) in enumerate(zip(plan.order, plan.groups, strict=True)):
+        asked = [place for place in range(9) if groups[place] > 0]
+        found.append([F.cross_entropy(logits[image, p], ids[image, order[p]]) for p in asked])
+    return found, objective.loss(predictions, sequence.targets)
+
+
+def test_d2d_loss_is_the_cross_entropy_of_predicted_ids(build_gvp):
+    """All predicted tokens of a step weigh the same (equation 6), in micro-batches too."""
+    objective, inference = build_gvp("objective.variant=d2d", "training.batch_size=6", *IDS)
+    ids, index = torch.randint(12, (6, 9)), torch.arange(12, 18)
+    found, loss = cross_entropies(objective, inference, ids, index)
+    assert len({len(image) for image in found}) > 1, "the images differ in their first group"
+    mean = torch.stack([each for image in found for each in image]).mean()
+    torch.testing.assert_close(loss, mean)
+    parts = [
+        cross_entropies(objective, inference, ids[some], index[some])[1]
+        for some in torch.arange(6).split(2)
+    ]
+    torch.testing.assert_close(torch.stack(parts).mean(), mean)
 
 
 def test_ids_out_of_range(build_gvp):

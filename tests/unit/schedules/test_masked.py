@@ -81,15 +81,33 @@ def test_out_of_range_options_raise(rounds, temperature):
         RoundOptions(rounds, temperature)
 
 
+def masked(order=None, **keys):
+    order = torch.arange(4) if order is None else order
+    return Masked(Orders(order), **{"share": 0.3, "masks_features": False, "seed": 4, **keys})
+
+
 def test_masked_share_is_independent_of_token_order():
-    order = torch.tensor([2, 0, 3, 1])
-    plain, permuted = (Masked(Orders(each), share=0.3, seed=4) for each in (torch.arange(4), order))
-    index = torch.arange(5000)
-    hidden = plain.draw(index).groups
+    order, index = torch.tensor([2, 0, 3, 1]), torch.arange(5000)
+    hidden = masked().draw(index).groups
     assert hidden.float().mean() == pytest.approx(0.3, abs=0.01)
-    assert torch.equal(permuted.draw(index).groups, hidden[:, order])
-    assert plain.is_random
-    features = plain.for_features(index)
-    assert torch.equal(features.groups, hidden), "features use the same mask"
+    assert torch.equal(masked(order).draw(index).groups, hidden[:, order])
+    assert masked().is_random
+
+
+def test_every_subset_of_an_exact_number_is_equally_likely():
+    rows = masked(num_hidden=2).draw(torch.arange(6000)).groups
+    assert (rows.sum(1) == 2).all()
+    found, counts = torch.unique(rows, dim=0, return_counts=True)
+    assert len(found) == 6
+    assert (counts - 1000).abs().max() < 5 * (6000 / 6 * 5 / 6) ** 0.5
+
+
+def test_features_hide_nothing_unless_they_hide_as_in_training():
+    order, index = torch.tensor([2, 0, 3, 1]), torch.arange(9)
+    assert not masked().for_features(index).groups.any()
+    assert not masked().has_random_features
+    drawn = masked(masks_features=True)
+    assert drawn.has_random_features
+    assert torch.equal(drawn.for_features(index).groups, drawn.draw(index).groups)
     rounds = Rounds(Orders(order), share=HiddenShare(4, 0.3, None, 1), loss_average="batch", seed=4)
     assert not rounds.for_features(index).groups.any()

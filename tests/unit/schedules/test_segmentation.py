@@ -124,3 +124,15 @@ def test_orders_and_groups_of_features(cut):
     assert torch.equal(found.order, trained.order)
     assert torch.equal(found.groups, trained.groups)
     assert not torch.equal(found.order, plain.order)
+
+
+@pytest.mark.parametrize("cut", ["fixed", "random", "mixed"])
+@pytest.mark.parametrize("num_groups", [1, 4, 10])
+def test_the_expected_number_of_predicted_tokens_is_the_mean_of_those_drawn(cut, num_groups):
+    rule = segmented.Groups(cut, num_tokens=16, num_groups=num_groups, shuffled=True, seed=0)
+    index = torch.arange(SAMPLES)
+    counts = rule.draw(index).is_predicted.sum(1)
+    drawn = rule.num_predicted(index)
+    assert torch.equal(counts.float(), drawn)
+    five_deviations = 5 * float(drawn.std()) / SAMPLES**0.5
+    assert abs(rule.expected_predicted - float(drawn.double().mean())) <= five_deviations + 1e-9
