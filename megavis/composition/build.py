@@ -41,6 +41,7 @@ from megavis.model.parameters import (
     zeros,
 )
 from megavis.schedules.hidden_share import HiddenShare
+from megavis.schedules.hidden_tokens import HiddenTokens
 from megavis.schedules.masked import Context, Masked, Rounds
 from megavis.schedules.one_by_one import Annealing, OneByOne
 from megavis.schedules.ordered_rounds import OrderedRounds
@@ -143,15 +144,19 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
 
 @build_schedule.register
 def _(word: words.Masked, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
-    num_tokens = grid[0] * grid[1]
-    num_hidden = num_tokens - context_size(num_tokens, word.mask_ratio)
     return Masked(
-        Orders(torch.arange(num_tokens)),
+        Orders(torch.arange(grid[0] * grid[1])),
         share=word.mask_ratio,
-        num_hidden=num_hidden if word.count == "exact" else None,
+        hidden=_hidden_tokens(word, grid) if word.count == "exact" else None,
         masks_features=word.features == "masked",
         seed=run.seed,
     )
+
+
+def _hidden_tokens(word: words.Masked | words.Context, grid: Grid) -> HiddenTokens:
+    num_tokens = grid[0] * grid[1]
+    count = num_tokens - context_size(num_tokens, word.mask_ratio)
+    return HiddenTokens(word.shape, grid, count)
 
 
 @build_schedule.register
@@ -187,6 +192,7 @@ def _(word: words.Context, asks: words.AskWord, run: RunConfig, grid: Grid) -> S
     return Context(
         grid[0] * grid[1],
         mask_ratio=word.mask_ratio,
+        hidden=None if word.shape == "tokens" else _hidden_tokens(word, grid),
         placed_ratio=asks.placed_share,
         asks_context=asks.predicts_context,
         seed=run.seed,

@@ -12,6 +12,8 @@ from typing import Literal
 Segmentation = Literal["fixed", "random", "mixed"]
 Cut = Literal["fixed", "random", "mixed", "given"]
 """How a sequence is cut into groups: one of the paper's settings, or at given boundaries."""
+MaskShape = Literal["tokens", "blocks", "grid"]
+"""Which tokens of an image are hidden: random ones, random rectangles, or all but one of 2 × 2."""
 
 
 def max_groups(kind: Segmentation, num_tokens: int) -> int:

@@ -12,10 +12,12 @@ from megavis.grammar.faults import Fault, Faults, nearest_divisors
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.words import (
     AskWord,
+    Context,
     Groups,
     InContext,
     Instruct,
     Mask,
+    Masked,
     OneByOne,
     Query,
     Rounds,
@@ -57,6 +59,32 @@ def _(schedule: Groups, grammar: Grammar, run: RunConfig) -> Faults:
             if not most:
                 remedy = "use smaller tokens, or set {schedule.length} to fixed"
             yield Fault("schedule.num_groups", text, remedy)
+
+
+@check_schedule.register
+def _(schedule: Masked, grammar: Grammar, run: RunConfig) -> Faults:
+    if schedule.shape != "tokens" and schedule.count == "drawn":
+        text = f"{schedule.shape} needs the same number of hidden tokens in every image"
+        yield Fault("schedule.shape", text, "set {schedule.count} to exact, or it to tokens")
+    yield from _check_grid(schedule, grammar, run)
+
+
+@check_schedule.register
+def _(schedule: Context, grammar: Grammar, run: RunConfig) -> Faults:
+    yield from _check_grid(schedule, grammar, run)
+
+
+def _check_grid(schedule: Masked | Context, grammar: Grammar, run: RunConfig) -> Faults:
+    """Check that squares of 2 × 2 tokens divide the image; of no account if nothing is hidden."""
+    if schedule.shape != "grid" or run.classifies_only:
+        return
+    height, width = grammar.reads.grid(run.data)
+    if height % 2 or width % 2:
+        text = f"grid needs even sides, and an image has {height} × {width} tokens"
+        yield Fault("schedule.shape", text, "set it to tokens or blocks, or change the size")
+    if schedule.mask_ratio != 0.75:
+        text = f"{schedule.mask_ratio} is not what {{schedule.shape}} grid hides"
+        yield Fault("schedule.mask_ratio", text, "set it to 0.75")
 
 
 @check_schedule.register

@@ -1,12 +1,12 @@
 """Masked prediction: random tokens are predicted from the others.
 
-`Masked` masks each token independently with the same probability, as in BERT, or the same
-number of tokens in every image ("SimMIM: a Simple Framework for Masked Image Modeling", Xie et
-al., 2022). `Rounds` draws the mask ratio of each image and generates in rounds ("MaskGIT: Masked Generative Image
-Transformer", Chang et al., 2022): after round i of T, a share cos(π/2 · i/T) of the tokens is
-masked again, the least confident first; confidence is log-likelihood + t_C · (1 - i/T) ·
-Gumbel noise with the choice temperature t_C. `Context` has a context of fixed size, which
-predicts the other tokens, or all.
+`Masked` masks each token independently with the same probability, as in BERT, or the same number
+of tokens in every image ("SimMIM: a Simple Framework for Masked Image Modeling", Xie et al., 2022).
+`Rounds` draws the mask ratio of each image and generates in rounds ("MaskGIT: Masked Generative
+Image Transformer", Chang et al., 2022): after round i of T, a share cos(π/2 · i/T) of the tokens is
+masked again, the least confident first; confidence is log-likelihood + t_C · (1 - i/T) · Gumbel
+noise with the choice temperature t_C. `Context` has a context of fixed size, which predicts the
+other tokens, or all.
 
 Legend: b images, n tokens.
 """
@@ -28,6 +28,7 @@ from megavis.config.section import LossAverage
 from megavis.grammar.boundaries import context_size
 from megavis.parallel.random import uniform
 from megavis.schedules.hidden_share import HiddenShare
+from megavis.schedules.hidden_tokens import HiddenTokens
 from megavis.schedules.orders import Orders, gather_tokens, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
@@ -89,7 +90,7 @@ class Masked(Hiding):
 
     Args:
         share: the probability with which a token is masked, independently of the others.
-        num_hidden: mask so many tokens of every image instead.
+        hidden: mask these tokens instead, the same number in every image.
         masks_features: mask tokens for features too, as in training.
     """
 
@@ -98,12 +99,12 @@ class Masked(Hiding):
         orders: Orders,
         *,
         share: float,
-        num_hidden: int | None = None,
+        hidden: HiddenTokens | None = None,
         masks_features: bool,
         seed: int,
     ) -> None:
         super().__init__(orders, seed=seed)
-        self.share, self.num_hidden, self.masks_features = share, num_hidden, masks_features
+        self.share, self.hidden, self.masks_features = share, hidden, masks_features
 
     @property
     def has_random_features(self) -> bool:
@@ -113,19 +114,13 @@ class Masked(Hiding):
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
         count = self.orders.num_positions
-        if self.num_hidden is None:
+        if self.hidden is None:
             return uniform(index, count, seed=self.seed, purpose="bert-mask") < self.share
-        return random_ranks(index, count, seed=self.seed) < self.num_hidden
+        return self.hidden.ranks(index, seed=self.seed) < self.hidden.count
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Mask nothing, or as in training."""
         return self.draw(index) if self.masks_features else super().for_features(index)
-
-
-def random_ranks(index: Tensor, count: int, *, seed: int) -> Tensor:
-    """Return the rank of each of `count` tokens in the order in which samples `[b]` hide them."""
-    # The inverse of a random permutation.
-    return random_orders(index, count, seed=seed, purpose="mask").argsort(dim=1)
 
 
 @dataclass(frozen=True)
@@ -189,8 +184,9 @@ class Rounds(Hiding):
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
-        ranks = random_ranks(index, self.orders.num_positions, seed=self.seed)
-        return ranks < self.num_predicted(index)[:, None]
+        order = random_orders(index, self.orders.num_positions, seed=self.seed, purpose="mask")
+        # The inverse of a random permutation: the rank of each token.
+        return order.argsort(dim=1) < self.num_predicted(index)[:, None]
 
     def num_predicted(self, index: Tensor) -> Tensor:
         """Return the number of masked tokens of samples `[b]`: float32 `[b]`."""
@@ -254,6 +250,7 @@ class Context(Schedule):
 
     Args:
         mask_ratio: η in [0, 1), the share of the tokens outside the context.
+        hidden: which tokens are outside at this η; random ones without it.
         placed_ratio: share of the tokens, at the start of the context, that get their position.
         asks_context: predict the tokens of the context too.
         seed: the run's seed; the order is a function of seed and sample.
@@ -264,11 +261,12 @@ class Context(Schedule):
         num_positions: int,
         *,
         mask_ratio: float,
+        hidden: HiddenTokens | None = None,
         placed_ratio: float = 0.0,
         asks_context: bool = True,
         seed: int,
     ) -> None:
-        self.asks_context = asks_context
+        self.asks_context, self.hidden = asks_context, hidden
         self.num_positions, self.mask_ratio, self.seed = num_positions, mask_ratio, seed
         self.num_placed = round(placed_ratio * num_positions)
 
@@ -283,9 +281,13 @@ class Context(Schedule):
 
     def draw(self, index: Tensor, mask_ratio: float | None = None) -> Arrangement:
         """Draw the context of samples `[b]`; η defaults to its value in training."""
-        order = random_orders(index, self.num_positions, seed=self.seed, purpose="context")
-        ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        return self._arranged(order, self.num_context(ratio), self.num_placed)
+        count = self.num_context(self.mask_ratio if mask_ratio is None else mask_ratio)
+        if self.hidden is None:
+            order = random_orders(index, self.num_positions, seed=self.seed, purpose="context")
+        else:
+            hidden = self.hidden.with_count(self.num_positions - count)
+            order = hidden.ranks(index, seed=self.seed).argsort(dim=1, descending=True)
+        return self._arranged(order, count, self.num_placed)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from megavis.config.schema import Fraction, NonNegative, Positive
 from megavis.config.section import Above0, LossAverage, Portion, Section
-from megavis.grammar.boundaries import Cut, boundary_range, context_size
+from megavis.grammar.boundaries import Cut, MaskShape, boundary_range, context_size
 from megavis.grammar.order import read_order
 
 
@@ -153,6 +153,9 @@ class Masked(ScheduleWord):
     count: Literal["drawn", "exact"] = "drawn"
     """Hide each token with the probability `mask_ratio`, as in BERT; or the same number in every
     image, rounded up, as in SimMIM."""
+    shape: MaskShape = "tokens"
+    """With an exact count, which tokens are hidden: random `tokens`; random rectangles, as in BEiT
+    (`blocks`, the last one cut); or all but one of each 2 × 2 (`grid`)."""
     features: Literal["whole", "masked"] = "whole"
     """Features, and the inputs of fine-tuning: of all tokens, or with tokens hidden as in training,
     "to keep inputs in-distribution" (iGPT, section 4.6)."""
@@ -244,6 +247,9 @@ class Context(ScheduleWord):
     kind: Literal["context"] = "context"
     mask_ratio: Fraction = 0.75
     """Share of the tokens outside the context."""
+    shape: MaskShape = "tokens"
+    """Which tokens are outside: random `tokens`; random rectangles, as in BEiT (`blocks`, the last
+    one cut); or all but one of each 2 × 2 (`grid`)."""
 
     @property
     def hidden_share(self) -> float:

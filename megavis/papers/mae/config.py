@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.config.schema import Positive, RunConfig
+from megavis.grammar.boundaries import MaskShape
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.paper import PaperConfig, Renamed
 from megavis.grammar.words import (
@@ -32,6 +33,7 @@ class MAEConfig(PaperConfig):
     names: ClassVar[Mapping[str, str | Renamed]] = {
         "schedule.kind": Renamed("patch_size", "set it to half of data.image_size or less"),
         "condition.count": "class_token",
+        "schedule.shape": "mask_shape",
     }
 
     name: Literal["mae"] = "mae"
@@ -39,6 +41,10 @@ class MAEConfig(PaperConfig):
     """Side of a patch in pixels."""
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
     """Share of the patches hidden from the encoder (section 3)."""
+    mask_shape: MaskShape = "tokens"
+    """Hide random patches, random blocks or a grid (figure 6, table 1f). The code of the last two
+    is not released: blocks are BEiT's, cut to the same number of patches in every image, and a grid
+    shows the same place of each square of 2 × 2 patches, drawn for each image."""
     normalize_targets: bool = True
     """Standardise each target patch by its own mean and standard deviation (table 1d)."""
     class_token: bool = True
@@ -57,7 +63,7 @@ class MAEConfig(PaperConfig):
         """Return the masking, encoder, decoder and loss of section 3."""
         return Grammar(
             reads=Patches(patch_size=self.patch_size),
-            schedule=Context(mask_ratio=self.mask_ratio),
+            schedule=Context(mask_ratio=self.mask_ratio, shape=self.mask_shape),
             asks=Visible(decoder=self.decoder, tokens_decay=self.tokens_decay),
             density=SquaredError(normalize=self.normalize_targets),
             condition=LearnedTokens() if self.class_token else None,

@@ -238,6 +238,13 @@ from megavis.config.errors import UserError
         ),
         ([PATCHES, ONE_BY_ONE, BRIDGE, ERROR], [], "asks.kind", "visible needs schedule contex"),
         (
+            [PATCHES, "schedule: {kind: masked, shape: blocks}", MASK, ERROR],
+            [],
+            "schedule.shape",
+            "blocks needs the same number of hidden tokens in every image; set"
+            " objective.schedule.count to exact",
+        ),
+        (
             [PATCHES, CONTEXT.replace("0.5", "0"), BRIDGE, ERROR],
             [],
             "schedule.mask_ratio",

@@ -261,6 +261,14 @@ def test_flops_match_torch_counter(make):
     [
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
         (["model.positions=rope_2d"], "rope_2d does not reach the decoder"),
+        (
+            ["objective.mask_shape=grid", "objective.mask_ratio=0.5"],
+            "objective.mask_ratio: 0.5 is not what objective.mask_shape grid hides; set it to 0.75",
+        ),
+        (
+            ["objective.mask_shape=grid", "data.image_size=12"],
+            "grid needs even sides, and an image has 3 × 3 tokens",
+        ),
         (["objective.decoder.hidden_size=18"], "18 is not divisible by 4"),
         (["objective.decoder.num_attention_heads=3"], "num_attention_heads 3"),
         (

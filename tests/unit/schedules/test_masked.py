@@ -7,6 +7,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.schedules.hidden_share import HiddenShare
+from megavis.schedules.hidden_tokens import HiddenTokens
 from megavis.schedules.masked import Masked, RoundOptions, Rounds, lowest
 from megavis.schedules.orders import Orders
 from megavis.schedules.schedule import GenerationProgress
@@ -95,7 +96,7 @@ def test_masked_share_is_independent_of_token_order():
 
 
 def test_every_subset_of_an_exact_number_is_equally_likely():
-    rows = masked(num_hidden=2).draw(torch.arange(6000)).groups
+    rows = masked(hidden=HiddenTokens("tokens", (2, 2), 2)).draw(torch.arange(6000)).groups
     assert (rows.sum(1) == 2).all()
     found, counts = torch.unique(rows, dim=0, return_counts=True)
     assert len(found) == 6
