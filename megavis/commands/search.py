@@ -25,7 +25,7 @@ from megavis.commands.opening import (
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
-from megavis.evaluation.results import SweepScore
+from megavis.evaluation.results import ClassAccuracy, FinetuneResult, SweepScore
 from megavis.notebook import Run
 from megavis.parallel.launch import read_launch
 from megavis.training.job import open_job
@@ -38,7 +38,21 @@ from megavis.training.search.learning_rate import (
     search_rates,
     write_search,
 )
-from megavis.training.search.sweep import Point, plot_sweep, points_of, rows_of, train_run
+from megavis.training.search.sweep import (
+    Point,
+    is_of_architecture,
+    plot_sweep,
+    points_of,
+    rows_of,
+    train_run,
+)
+
+_MEASURES = {
+    "probe": "accuracy of a linear probe",
+    "accuracy": "validation accuracy",
+    "test": "accuracy on test images",
+    "loss": "validation loss",
+}
 
 
 def search_rate(args: argparse.Namespace) -> int:
@@ -73,7 +87,8 @@ def _tell(outcome: TrialResult) -> None:
 def sweep(args: argparse.Namespace) -> int:
     """Train the selected runs, then plot if this is one process."""
     loads = [partial(_load, args.config, args.overrides)]
-    loads += [partial(_load, path, ()) for path in args.then or ()]
+    architecture = [word for word in args.overrides if is_of_architecture(word)]
+    loads += [partial(_load, path, architecture) for path in args.then or ()]
     points = points_of(args.grid, loads)
     if args.count:
         sys.stdout.write(f"{len(points)}\n")
@@ -84,6 +99,8 @@ def sweep(args: argparse.Namespace) -> int:
     if args.measure == "probe" and tuned is not None and not tuned.gives_features:
         text = "--measure probe needs features of whole images, which finetune.task"
         raise UserError(f"{text} {tuned.task} does not give; use accuracy or loss")
+    if args.measure == "test" and (tuned is None or tuned.task != "classes"):
+        raise UserError("--measure test needs a last config that fine-tunes on classes")
     launch = read_launch(os.environ)
     if not args.plot:
         for point in _chosen(points, args.index):
@@ -133,8 +150,7 @@ def _plot(points: Sequence[Point], args: argparse.Namespace) -> int:
     name = config.name.removesuffix(
         "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))
     )
-    what = "accuracy of a linear probe" if args.measure == "probe" else f"validation {args.measure}"
-    figure = plot_sweep(args.grid, scores, name=name, what=what)
+    figure = plot_sweep(args.grid, scores, name=name, what=_MEASURES[args.measure])
     folder = Path(config.output) / f"{name}-sweep"
     save_figure(folder, "sweep", figure, rows_of(args.grid, points, scores))
     return 0
@@ -142,6 +158,10 @@ def _plot(points: Sequence[Point], args: argparse.Namespace) -> int:
 
 def _score(point: Point, args: argparse.Namespace) -> float:
     """Return the point's score; a probe is cached in the run's folder."""
+    if args.measure == "test":
+        accuracy = FinetuneResult.read(point.folder / "evaluation" / "finetune_test.json").accuracy
+        assert isinstance(accuracy, ClassAccuracy), "other tasks are refused"
+        return accuracy.vote
     if args.measure != "probe":
         key = f"validation_{args.measure}"
         logged = [record[key] for record in read_metrics(point.folder) if key in record]

@@ -226,7 +226,8 @@ def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[T
 
     Adjacent channels (2i, 2i + 1) form a complex number, rotated by coordinate · θ_i with
     θ_i = 10000^(-2i/d); the channels of a head are divided evenly between the axes (appendix D).
-    Section 3.4 has 2π · coordinate · θ instead, which is `scale` 2π; neither gives θ.
+    Section 3.4 has 2π · coordinate · θ instead, which is `scale` 2π. Appendix D prints
+    θ_i = max_wavelength^(2i/d) without a value; this is its inverse, with RoFormer's 10000.
 
     Args:
         coordinates: `[b or 1, s, axes]`.

@@ -143,9 +143,10 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", action="store_true", help="only plot the existing runs")
     parser.add_argument(
         "--measure",
-        choices=("probe", "loss", "accuracy"),
+        choices=("probe", "accuracy", "test", "loss"),
         help="accuracy of the best layer's linear probe (default), validation accuracy of the"
-        " fine-tuning (default with --then), or validation loss, which is not comparable if the"
+        " fine-tuning at its last step (default with --then), accuracy on the test images at its"
+        " best step (to report, not to choose), or validation loss, which is not comparable if the"
         " grid changes the task, such as its noise schedule",
     )
     parser.add_argument(

@@ -21,6 +21,8 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.evaluation.figures import Row
+from megavis.grammar.paper import PaperConfig
+from megavis.grammar.same_run import source_differences
 from megavis.parallel.context import ParallelContext
 from megavis.training.run_folder import check_earlier_run
 from megavis.training.search.trial import given_up_at, is_finished, train_trial
@@ -67,10 +69,11 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
 
     Args:
         loads: loaders of the base config and of the configs that start from its run, in order. Keys
-            of `objective` and `model` are set in all of them, others in the first.
+            of the architecture are set in all of them, others in the first.
 
     Raises:
-        UserError: a key is given twice, or a value is invalid.
+        UserError: a key is given twice, a value is invalid, or a config cannot start from the run
+            of the one before it.
     """
     keys = [axis.key for axis in axes]
     twice = next((key for key in keys if keys.count(key) > 1), None)
@@ -85,13 +88,33 @@ def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
             words = [
                 f"{axis.key}={value}"
                 for axis, value in chosen
-                if not runs or axis.key.startswith(("objective.", "model."))
+                if not runs or is_of_architecture(axis.key)
             ]
             if runs:
                 words.append(f"finetune.from_run={runs[-1].config.folder}")
-            runs.append(load([*words, f"name={'-'.join([name, *parts])}"]))
+            loaded = load([*words, f"name={'-'.join([name, *parts])}"])
+            if runs:
+                _check_source(runs[-1].config, loaded.config)
+            runs.append(loaded)
         points.append(Point(values, tuple(runs)))
     return points
+
+
+def is_of_architecture(word: str) -> bool:
+    """Return whether a key, or an override, is of a section that fine-tuning takes over."""
+    return word.startswith(("objective.", "objective=", "model.", "model="))
+
+
+def _check_source(source: RunConfig, config: RunConfig) -> None:
+    """Reject a config that could not start from a run, before that run is trained."""
+    if not isinstance(source.objective, PaperConfig):
+        return
+    grammar = source.objective.grammar(source)
+    needs_seed = grammar.schedule.needs_seed
+    differences = source_differences(source, config, grammar.positions, needs_seed=needs_seed)
+    if (difference := next(differences, None)) is not None:
+        would = difference.replace("was trained", "would be trained", 1)
+        raise UserError(f"{config.name} cannot start from {source.name}, which {would}")
 
 
 def train_run(config: RunConfig, context: ParallelContext) -> bool:

@@ -141,6 +141,7 @@ for item, sweep, loss, keys in (
     ("Table 2", "_decoders", "diff", {}),
     ("Table 2", "_linear", "diff", {"objective.decoder": "linear"}),
     ("Figure 3", "", "diff", {}),
+    ("Figure 5", "", "diff", {}),
 ):
     ROWS[f"{item}: darl_vit_l16_{loss}_100{sweep}"] = [pre("l16", loss, 100, **keys)]
     ROWS[f"{item}: darl_vit_l16_{loss}_finetune_50"] = both("l16", loss, 100, 50)
@@ -250,10 +251,10 @@ ROWS |= {
 for loss in LOSSES:
     ROWS[f"Figure 4: darl_vit_l16_{loss}_200"] = [pre("l16", loss, 200)]
     ROWS[f"Figure 4: darl_vit_l16_{loss}_200_finetune"] = both("l16", loss, 200, 90)
-    # Figure 5: patches of 32² as one of four.
-    patch = {"objective.patch_size": 32}
-    ROWS[f"Figure 5: darl_vit_l32_{loss}_100"] = [pre("l16", loss, 100, **patch)]
-    ROWS[f"Figure 5: darl_vit_l32_{loss}_finetune_50"] = both("l16", loss, 100, 50, **patch)
+# Figure 5: patches of 32² as one of four; diffusion above, by a sweep.
+PATCH = {"objective.patch_size": 32}
+ROWS["Figure 5: darl_vit_l32_mse_100"] = [pre("l16", "mse", 100, **PATCH)]
+ROWS["Figure 5: darl_vit_l32_mse_finetune_50"] = both("l16", "mse", 100, 50, **PATCH)
 # Figure 6: two streams, MSE, 50 epochs of fine-tuning.
 for run, order in (("two_streams", "raster"), ("random", "random")):
     keys = {"objective.two_streams": True, "objective.order": order}

@@ -137,6 +137,10 @@ for column in ("ft", "lin"):
     none, fixed = {"data.crop": "center", "data.flip": False}, {"data.crop": "scaled"}
     ROWS[f"Table 1e, 1 {column}"] = runs("ViT-L", 800, PIXELS, column, before=none)
     ROWS[f"Table 1e, 2 {column}"] = runs("ViT-L", 800, PIXELS, column, before=fixed)
+    # Block-wise and grid-wise masks.
+    for row, shape, ratio in ((2, "blocks", 0.5), (3, "blocks", 0.75), (4, "grid", 0.75)):
+        keys = {"objective.mask_shape": shape, "objective.mask_ratio": ratio}
+        ROWS[f"Table 1f, {row} {column}"] = runs("ViT-L", 800, PIXELS, column, **keys)
 
 # Table 2: 800 epochs; decoders of 8 blocks and of one.
 for rows_of, model in (((2, 3), "ViT-L"), ((5, 6), "ViT-H")):
@@ -144,6 +148,9 @@ for rows_of, model in (((2, 3), "ViT-L"), ((5, 6), "ViT-H")):
         keys = {"objective.decoder.num_layers": depth}
         ROWS[f"Table 2, {row} ft acc"] = runs(model, 800, PIXELS, "ft", **keys)
 
+# Figure 6: models of Table 1f.
+for name, row in (("block_50", 2), ("grid_75", 4)):
+    ROWS[f"Figure 6: mae_vit_l16_pixels_{name}"] = ROWS[f"Table 1f, {row} ft"][:1]
 # Figure 5: mask ratio; Figure 7: epochs; Figure 9: blocks tuned for 50, 100 or 200 epochs.
 ENDS = {"finetune": "ft", "linear": "lin"}
 for number, ratio in ((10, 0.1), (90, 0.9)):

@@ -48,8 +48,13 @@ RECIPE = {
     "finetune": None,
 }
 COSINE = {"schedule.decay": "cosine", "schedule.min_rate": 0.05 * 4e-4}
-# documentation.md of the released code: "our paper uses a constant learning rate".
-CONSTANT = {"schedule.decay": "constant", "schedule.min_rate": 0.0}
+# documentation.md of the released code: "our paper uses a constant learning rate"; its `constant`
+# has no warm-up, which is another kind.
+CONSTANT = {
+    "schedule.decay": "constant",
+    "schedule.min_rate": 0.0,
+    "schedule.warmup_steps": 0,
+}
 
 
 def pretraining(size, rate, ids=IDS):

@@ -124,7 +124,7 @@ def loading(name, asked):
         asked.append(list(words))
         named = [word.removeprefix("name=") for word in words if word.startswith("name=")]
         return SimpleNamespace(
-            config=SimpleNamespace(name=name, folder=f"runs/{(*named, name)[0]}")
+            config=SimpleNamespace(name=name, folder=f"runs/{(*named, name)[0]}", objective=None)
         )
 
     return load
@@ -218,3 +218,41 @@ def test_sweep_of_chained_runs(config, capsys):
     capsys.readouterr()
     assert main([*command, "--then", str(second), "--plot"]) == 2
     assert "no run of the grid is finished yet" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tuned(config):
+    path = config.parent / "second.yaml"
+    path.write_text(
+        f"based_on: {config.name}\nname: second\nfinetune: {{num_classes: 10, from_run: nowhere}}\n"
+    )
+    return path
+
+
+def test_overrides_of_the_architecture_reach_the_chained_configs(config, tuned):
+    """Otherwise fine-tuning stops after the first pre-training, since the decoders differ."""
+    command = ["sweep", str(config), "objective.decoder=mlp", "optimizer.learning_rate=0.5"]
+    command += ["--grid", "objective.noise_a=0.5", "--then", str(tuned), "--device", "cpu"]
+    assert main([*command, "--measure", "test"]) == 0
+    run = config.parent / "second-noise_a-0.5"
+    assert "decoder: mlp" in (run / "config.yaml").read_text()
+    assert "learning_rate: 0.5" not in (run / "config.yaml").read_text()
+    report = json.loads((run / "evaluation/finetune_test.json").read_text())
+    with (config.parent / "second-sweep/sweep.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["score"]) == pytest.approx(report["top1"], abs=1e-6)
+
+
+def test_a_chain_that_does_not_fit_is_refused_before_training(config, tuned, capsys):
+    tuned.write_text(f"{tuned.read_text()}model: {{hidden_size: 16}}\n")
+    command = ["sweep", str(config), "--grid", "objective.noise_a=0.5", "--then", str(tuned)]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "second-noise_a-0.5 cannot start from tiny-noise_a-0.5, which would be" in message
+    assert "model.hidden_size 8, and this config has 16; fine-tuning keeps" in message
+    assert not list(config.parent.glob("tiny*"))
+
+
+def test_test_images_are_of_fine_tuning(config, capsys):
+    assert main(["sweep", str(config), *GRID, "--measure", "test"]) == 2
+    assert "--measure test needs a last config that fine-tunes" in capsys.readouterr().err
