@@ -4,8 +4,9 @@
 temperature and density-based classifier-free guidance (DB-CFG), which samples from
 p(z | c)^(1+w) · p(z | ∅)^-w (appendix D). The mixture component is drawn from the conditional
 prediction. Its Gaussians with and without the class are then guided per dimension by rejection
-sampling: proposals from N(μ_c, 2 · max(σ_c, σ_u)), a bound taken over 1001 points in μ_c ± 10, at
-most 1000 tries, and a draw from the conditional Gaussian if none is accepted.
+sampling: proposals from N(μ_c, 2 · max(σ_c, σ_u)) as in figure 11 (section 3.4 has 2σ_c), a bound
+taken over 1001 points in μ_c ± 10, at most 1000 tries, and a draw from the conditional Gaussian if
+none is accepted.
 
 Legend: b images, q positions, r rows, d values of a token, k components, m independent values to
 sample.

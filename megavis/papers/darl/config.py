@@ -4,6 +4,9 @@ Each patch of an image is predicted from those before it: its pixels, by squared
 denoising decoder conditioned on the backbone's output (section 3), or its id in a frozen tokenizer
 (appendix B.4). Patches are corrupted independently, each with its own γ.
 
+In the two streams, queries attend to the content of patches before theirs, as in appendix A.5;
+section 4.4 lets them attend to "previous query and content tokens".
+
 Legend: T patches of an image, k side of a block of patches.
 """
 
