@@ -159,9 +159,9 @@ def _plot(points: Sequence[Point], args: argparse.Namespace) -> int:
 def _score(point: Point, args: argparse.Namespace) -> float:
     """Return the point's score; a probe is cached in the run's folder."""
     if args.measure == "test":
-        accuracy = FinetuneResult.read(point.folder / "evaluation" / "finetune_test.json").accuracy
-        assert isinstance(accuracy, ClassAccuracy), "other tasks are refused"
-        return accuracy.vote
+        result = FinetuneResult.read(point.folder / "evaluation" / "finetune_test.json")
+        assert isinstance(result.accuracy, ClassAccuracy), "other tasks are refused"
+        return result.accuracy.vote
     if args.measure != "probe":
         key = f"validation_{args.measure}"
         logged = [record[key] for record in read_metrics(point.folder) if key in record]
