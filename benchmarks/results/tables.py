@@ -154,8 +154,10 @@ def facts(folder: Path, runs: Sequence[Path]) -> Iterator[str]:
     start = RunRecord.read(started[0]).starts[-1]
     versions = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
     days = sorted({each["began"].split()[0] for each in times})
+    # None while the first command runs.
+    between = f"{' to '.join(dict.fromkeys((days[0], days[-1])))}; " if days else ""
     commits = ", ".join(dict.fromkeys(each["commit"] for each in times if each["commit"]))
-    yield f"{start['machine']}; {' to '.join(dict.fromkeys((days[0], days[-1])))}; {versions};"
+    yield f"{start['machine']}; {between}{versions};"
     yield f"commit {commits or 'unknown'}.\n"
 
 

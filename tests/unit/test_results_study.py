@@ -339,6 +339,13 @@ def test_test_images_have_columns_of_their_own(tmp_path):
     assert not re.search(r"^\|.*\n[^|\n]", written.read_text(), re.MULTILINE)
 
 
+def test_a_run_that_is_training_has_no_date_yet(tmp_path):
+    write_run(tmp_path, "results_mnist")
+    (tmp_path / "times.jsonl").write_text("")
+    (written,) = page.write_page(study(), tmp_path, None)
+    assert "Linux, 2 CPUs; torch 2;\ncommit unknown." in written.read_text()
+
+
 def test_generated_images_are_compared_with_held_out_ones(tmp_path):
     write_run(tmp_path, "results_vae", reconstruction=made_reconstruction(21.5, 0.8, 30.25))
     write_results(tmp_path / "runs/results_vae", held_out=made_samples(12.5, 2000))
