@@ -1,6 +1,7 @@
 """Compositions from YAML: visibility, generation and evaluation."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from compositions import (
     SPEECH,
 )
 from small_batches import batch_of, photographs, run_layers
+from small_vqgan import write_untrained_run
 
 from megavis.composition.model import generator_of
 from megavis.config.errors import UserError
@@ -349,3 +351,46 @@ def test_embedded_patches_can_be_normalised(build_composition):
         embedded, (16,), weights["norm.weight"], weights["norm.bias"], 1e-5
     )
     torch.testing.assert_close(reader.embed_content(patches), expected)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "compose.md"
+SMALLER = {"1024": "12", "16384": "12", "1000": "3"}
+
+
+def other_papers():
+    """Return the words of each row of the page's table, with small vocabularies."""
+    table = PAGE.read_text(encoding="utf-8").partition("## Other papers")[2]
+    for line in table.partition("## Examples")[0].splitlines():
+        if found := re.fullmatch(r"\| (\w+) \([^|]*\| ([^|]*`) \|[^|]*\|", line):
+            words = re.sub(r"\b\d{4,}\b", lambda number: SMALLER[number[0]], found[2])
+            yield pytest.param(re.findall(r"`(.*?)`", words), id=found[1])
+
+
+def test_the_page_has_four_other_papers():
+    assert [row.id for row in other_papers()] == ["MaskGIT", "LlamaGen", "SimMIM", "BEiT"]
+
+
+@pytest.mark.parametrize("words", other_papers())
+def test_other_papers_of_the_page_train(build_composition, tmp_path, words):
+    """The loss falls along its gradient."""
+    words = [word.replace("{kind: patches", "{kind: patches, patch_size: 4") for word in words]
+    words = [word.replace("{kind: ids", "{kind: ids, patch_size: 4") for word in words]
+    tokenizer = write_untrained_run(tmp_path)
+    words = [word.replace("runs/gvp_vqgan", str(tokenizer)) for word in words]
+    reads_ids = "{kind: ids" in words[0]
+    objective, inference = build_composition(*words, more=["data.image_size=16"])
+    inputs = torch.randint(12, (2, 16)) if reads_ids else photographs(2, 16)
+    sequence = objective.training_sequence(batch_of(inputs))
+    layers = inference.layers.modules
+    weights = [weight for layer in layers for weight in layer.parameters()]
+
+    def loss():
+        return objective.loss(run_layers(layers, sequence.inputs), sequence.targets)
+
+    before = loss()
+    slopes = torch.autograd.grad(before, weights, allow_unused=True)
+    with torch.no_grad():
+        for weight, slope in zip(weights, slopes, strict=True):
+            if slope is not None:
+                weight -= 1e-3 * slope
+    assert loss().item() < before.item()
