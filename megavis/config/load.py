@@ -153,7 +153,7 @@ class SchemaNames:
         if error["type"] == "string_pattern_mismatch":
             # Names of runs are the only keys with a pattern.
             return key, f"{RUN_NAME_RULE}; {given} does not"
-        if error["type"] == "model_type":
+        if error["type"] in ("model_type", "model_attributes_type"):
             return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
         text = str(error["msg"]).removeprefix("Value error, ")
         text = text.replace("a valid tuple", "a list, such as [a, b]")

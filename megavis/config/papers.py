@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megavis.config.arguments import positive
+from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.config.schema import ObjectiveConfig
@@ -36,9 +37,13 @@ _NAMELESS = {"compose": "megavis.grammar.compose"}
 
 
 def rooms() -> Iterator[str]:
-    """Yield the names of the papers' folders."""
-    modules = pkgutil.iter_modules(importlib.import_module(_ROOMS).__path__)
-    return (module.name for module in modules if module.ispkg)
+    """Yield the names of the papers' folders, which have a `config.py`."""
+    places = importlib.import_module(_ROOMS).__path__
+    names = [module.name for module in pkgutil.iter_modules(places) if module.ispkg]
+    # By the file, since `find_spec` would import the folder.
+    for name in names:
+        if any(Path(place, name, "config.py").exists() for place in places):
+            yield name
 
 
 def declared(name: str) -> Iterator[Any]:
@@ -72,19 +77,38 @@ def paper_config(name: str) -> type[ObjectiveConfig]:
 
 
 def paper_class(name: str) -> Any:
-    """Return the model class for such configs; raises KeyError if there is no such paper."""
+    """Return the model class for such configs; see `own_model`."""
+    return own_model(name) or importlib.import_module(_MODEL).Model
+
+
+def own_model(name: str) -> Any:
+    """Return the model class that a paper's folder declares; None if it is its words' model.
+
+    Raises:
+        KeyError: there is no such paper.
+        UserError: the folder declares a model for no config.
+    """
     keys = paper_config(name)
-    if name not in _NAMELESS:
-        room = _room(name)
-        for file in (name.removeprefix(room).removeprefix("_"), "paper"):
-            module = f"{_ROOMS}.{room}.{file}"
-            if not file or find_spec(module) is None:
+    if name in _NAMELESS:
+        return None
+    room = _room(name)
+    for file in (name.removeprefix(room).removeprefix("_"), "paper"):
+        module = f"{_ROOMS}.{room}.{file}"
+        if not file or find_spec(module) is None:
+            continue
+        for value in vars(importlib.import_module(module)).values():
+            if not isinstance(value, type) or value.__module__ != module:
                 continue
-            for value in vars(importlib.import_module(module)).values():
-                # Other classes in it have no such attribute.
-                if isinstance(value, type) and getattr(value, "config_type", None) is keys:
-                    return value
-    return importlib.import_module(_MODEL).Model
+            declared_for = getattr(value, "config_type", None)
+            if declared_for is keys:
+                return value
+            # A model inherits the attribute; other classes have none.
+            if declared_for is not None and declared_for.__module__ != keys.__module__:
+                raise UserError(
+                    f"{module} has a model, {value.__name__}, that does not say for which keys: set"
+                    f" config_type = {keys.__name__}"
+                )
+    return None
 
 
 PAPER_CONFIGS: Mapping[str, type[ObjectiveConfig]] = Papers(paper_config)

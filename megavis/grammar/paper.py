@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.grammar.checks import check
@@ -48,9 +48,23 @@ class PaperConfig(ObjectiveConfig):
         own = [*self.own_faults(run)]
         yield from own
         if not own and (self.takes_frames or run.data.frames is None):
-            for fault in check(self.grammar(run), run):
-                text = f"{fault.text}; {self._remedy(fault)}"
-                yield self.key(fault.key), self.in_own_keys(text)
+            # Two words may have one key, whose fault is then said once.
+            yield from dict.fromkeys(self._check_words(run))
+
+    def _check_words(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        try:
+            grammar = self.grammar(run)
+        except ValidationError as error:
+            # A key of the paper has another range than the word's, or a word is misspelt.
+            for each in error.errors():
+                key = ".".join(map(str, each["loc"]))
+                name = f"objective.{key}" if _has(type(self), key) else "objective"
+                text = f"{each['msg'][0].lower()}{each['msg'][1:]}, not {each['input']!r}"
+                yield name, f"{text} (key {key} of the word {error.title})"
+            return
+        for fault in check(grammar, run):
+            text = f"{fault.text}; {self._remedy(fault)}"
+            yield self.key(fault.key), self.in_own_keys(text)
 
     def _remedy(self, fault: Fault) -> str:
         name = self.names.get(fault.key)

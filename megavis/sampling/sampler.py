@@ -84,7 +84,7 @@ class Sampler:
         model, given, order = self.model, options.get("given"), options.get("order")
         if given is not None and not model.schedule.takes_given:
             raise UserError(
-                f"runs of {model.config.objective.name} generate all tokens at once: none can be"
+                f"runs of {model.config.objective.name} begin with all tokens hidden: none can be"
                 " given"
             )
         images = images.to(self.device)

@@ -136,6 +136,9 @@ def _needs(run: Trainer) -> DryRunCheck:
 
 def _tokenizer(run: Trainer) -> DryRunCheck:
     manifest = run.train_data.manifest
+    if manifest.identity is None and run.tokenizer is not None:
+        text = f"plain images, encoded by a tokenizer of identity {run.tokenizer[:12]}"
+        return DryRunCheck("tokenizer", True, text)
     if manifest.identity is None:
         return DryRunCheck("tokenizer", True, "plain images: none is needed")
     text = f"{manifest.tokenizer_name} {manifest.identity[:12]}"

@@ -27,6 +27,7 @@ from megavis.composition.tokens import Patches
 from megavis.config.errors import UserError
 from megavis.config.load import exported_names
 from megavis.data.format.manifest import PALETTE_NAME
+from megavis.grammar import words
 from megavis.notebook import Run
 from megavis.schedules.masked import Context
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
@@ -151,14 +152,19 @@ def _vit_rows(run: Run, vit: Mapping[str, Tensor], names: ViTNames, prefix: str 
         prefix=prefix,
         num_layers=count(vit, "blocks."),
         num_heads=run.config.model.num_attention_heads,
-        patch_size=composition_of(run).paper.patch_size,
+        patch_size=_patch_size(run),
         classifies=bool(_classes(run, vit)),
     )
 
 
 def _sizes(run: Run, vit: Mapping[str, Tensor]) -> dict[str, Any]:
-    side = composition_of(run).paper.patch_size
-    return vit_sizes(run.config, num_layers=count(vit, "blocks."), patch_size=side)
+    return vit_sizes(run.config, num_layers=count(vit, "blocks."), patch_size=_patch_size(run))
+
+
+def _patch_size(run: Run) -> int:
+    reads = composition_of(run).grammar.reads
+    assert isinstance(reads, words.Patches), "other tokens have been refused"
+    return reads.patch_size
 
 
 def _classes(run: Run, vit: Mapping[str, Tensor]) -> tuple[str, ...]:

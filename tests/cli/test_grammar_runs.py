@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import tiny
+from tiny import VIT, tiny
 
 from megavis.cli import main
 
@@ -58,3 +58,26 @@ def test_words_start_from_the_run_of_a_paper(paper, shards, capsys):
     tuned = [f"finetune={{num_classes: 10, from_run: {runs}/whole}}", "training.validate_every=4"]
     tuned += [f"data.validation={shards}/validation", "--device", "cpu"]
     assert main(["train", str(words), *tuned]) == 0
+
+
+def test_words_of_a_vit_are_exported_as_one(image_shards, tmp_path, capsys):
+    words = "reads: {kind: patches, patch_size: 4}, schedule: {kind: masked}, asks: {kind: mask}"
+    words += ", density: {kind: squared_error}, condition: {kind: learned_tokens}"
+    path = tmp_path / "words.yaml"
+    path.write_text(
+        tiny(
+            f"{{name: compose, {words}}}",
+            shards=image_shards,
+            name="vit",
+            output=str(tmp_path),
+            model={**VIT, "positions": "learned"},
+            training={"steps": 1},
+        )
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    for form in ("huggingface", "timm"):
+        capsys.readouterr()
+        words = ["export", str(tmp_path / "vit"), "--to", form, str(tmp_path / form)]
+        assert main(words) == 0, capsys.readouterr().err
+    settings = json.loads((tmp_path / "huggingface/config.json").read_text())
+    assert (settings["model_type"], settings["patch_size"]) == ("vit", 4)

@@ -5,9 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import tiny
 
 from megavis import papers
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
 from megavis.config.papers import PAPER_CONFIGS, paper_class
+from megavis.grammar.compose import in_same_words, written_out
 
 CONFIG = '''
 from typing import Literal
@@ -91,3 +95,71 @@ assert "torch" not in sys.modules
 """
     process = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert process.returncode == 0, process.stderr
+
+
+OWN = '''
+from typing import Literal
+from megavis.papers.igpt.config import IGPTConfig
+
+class OwnConfig(IGPTConfig):
+    """Those of iGPT."""
+    name: Literal["own"] = "own"
+'''
+MODEL = """
+from megavis.composition.model import Model
+from megavis.papers.own.config import OwnConfig
+
+class Own(Model):
+    "Predicts otherwise."
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A room whose model is not that of its words; a folder beside it is no room."""
+    room = tmp_path / "own"
+    room.mkdir()
+    for name, text in {"__init__": "", "config": OWN, "paper": MODEL}.items():
+        (room / f"{name}.py").write_text(text)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "__init__.py").touch()
+    monkeypatch.setattr(papers, "__path__", [*papers.__path__, str(tmp_path)])
+    yield room / "paper.py"
+    for name in [name for name in sys.modules if name.startswith("megavis.papers.own")]:
+        del sys.modules[name]
+
+
+def test_a_folder_without_keys_is_no_paper(own: Path) -> None:
+    assert "own" in PAPER_CONFIGS
+    assert "half" not in PAPER_CONFIGS
+
+
+def test_a_model_that_names_no_keys_is_refused(own: Path) -> None:
+    """It would be taken for the model of the paper's words."""
+    with pytest.raises(UserError, match=r"papers\.own\.paper has a model, Own, .* = OwnConfig"):
+        paper_class("own")
+
+
+def test_a_model_of_its_own_is_not_written_out(own: Path, tmp_path: Path) -> None:
+    own.write_text(f"{MODEL}    config_type = OwnConfig\n")
+    assert paper_class("own").__name__ == "Own"
+    path = tmp_path / "own.yaml"
+    path.write_text(tiny("{name: own, vocabulary_size: 12}"))
+    run = load_config(path).config
+    with pytest.raises(UserError, match=r"own has a model of its own, megavis\.papers\.own\.paper"):
+        written_out(run)
+    path.write_text(tiny("{name: igpt, vocabulary_size: 12}"))
+    composed = written_out(load_config(path).config)
+    assert in_same_words(run, composed) == (run, composed)
+
+
+def test_a_range_of_a_word_is_said_in_the_papers_key(own: Path, tmp_path: Path) -> None:
+    own.write_text(f"{MODEL}    config_type = OwnConfig\n")
+    keys = 'name: Literal["own"] = "own"'
+    config = own.with_name("config.py")
+    config.write_text(OWN.replace(keys, f"{keys}\n    mask_ratio: float = 0.15"))
+    path = tmp_path / "own.yaml"
+    path.write_text(tiny("{name: own, vocabulary_size: 12, mode: bert, mask_ratio: 2.0}"))
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert "objective.mask_ratio: input should be less than 1, not 2.0" in str(caught.value)

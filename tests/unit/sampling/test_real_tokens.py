@@ -237,7 +237,7 @@ def test_guidance_requires_label_dropout(make, word, message):
 
 def test_unsupported_completion_raises(make):
     latents = torch.zeros(1, 2, 4, 4)
-    with pytest.raises(UserError, match="generate all tokens at once: none can be given"):
+    with pytest.raises(UserError, match="begin with all tokens hidden: none can be given"):
         make("objective.name=givt_maskgit").sample(1, originals=latents, num_given=4)
     with pytest.raises(UserError, match="adapter_blocks every token depends on the whole image"):
         make("objective.adapter_blocks=1").sample(1, originals=latents, num_given=4)
