@@ -11,6 +11,7 @@ from run_jobs import deterministic_metrics, rewind, train_run
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.format.tensor_reader import read_weights
+from megavis.config.schema import RunConfig
 from megavis.training.parity import train_briefly
 
 STEPS = 4
@@ -107,15 +108,24 @@ LINEAR = (
     "optimizer.learning_rate=6.4",
     "training.micro_batch_size=null",
 )
+ATTENTIVE = (*LINEAR, "finetune.read_out=attention", "finetune.average=2", "finetune.layer=3")
+
+
+def _assert_layouts_match(run_job: Any, config: RunConfig, layouts: list[tuple[int, Any]]) -> None:
+    reference = run_job(train_briefly, 1, config, STEPS)[0]
+    for processes, layout in layouts:
+        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout
 
 
 @pytest.mark.once
 def test_linear_evaluation_trains_the_classifier_only(run_job: Any, config_path: Path) -> None:
     config = make_config(config_path, *words(config_path, *LINEAR))
-    reference = run_job(train_briefly, 1, config, STEPS)[0]
-    for processes, layout in [(2, {"zero_stage": 2}), (4, LAYOUTS[1][1] | {"zero_stage": 3})]:
-        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
-        assert largest_difference(curves, reference) <= TOLERANCE, layout
+    split = (4, LAYOUTS[1][1] | {"zero_stage": 3})
+    _assert_layouts_match(run_job, config, [(2, {"zero_stage": 2}), split])
+    # Of the mean of two layers, whose tokens a query attends to.
+    config = make_config(config_path, *words(config_path, *ATTENTIVE))
+    _assert_layouts_match(run_job, config, [split, LAYOUTS[3]])
     # Frozen weights are unchanged, and running statistics are saved.
     settings = words(
         config_path, *LINEAR, "name=linear", "training.steps=4", "parallel.zero_stage=3"
@@ -138,10 +148,7 @@ def test_partial_fine_tuning_trains_the_last_block_in_every_layout(
 ) -> None:
     partial = ("finetune.tuned_blocks=1", "finetune.generative_weight=0")
     config = make_config(config_path, *words(config_path, *partial))
-    reference = run_job(train_briefly, 1, config, STEPS)[0]
-    for processes, layout in [(2, {"zero_stage": 2}), LAYOUTS[1]]:
-        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
-        assert largest_difference(curves, reference) <= TOLERANCE, layout
+    _assert_layouts_match(run_job, config, [(2, {"zero_stage": 2}), LAYOUTS[1]])
     settings = words(
         config_path, *partial, "name=partial", "training.steps=4", "parallel.zero_stage=1"
     )

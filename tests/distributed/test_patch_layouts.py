@@ -15,11 +15,13 @@ from small_vqgan import write_untrained_run
 
 from megavis.composition.model import model_of
 from megavis.config.schema import RunConfig
+from megavis.model.inference import Inference
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.layouts import is_legal
 from megavis.planning.parameters import stage_bounds
+from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
 from megavis.training.parity import Curve, train_briefly
@@ -65,7 +67,7 @@ model:
 data:
   train: {folder}/train
   validation: {folder}/validation
-  image_size: 16
+  image_size: {SMALL[name].image_size}
   crop: random_resized
   flip: true
 optimizer: {{learning_rate: 1e-3}}
@@ -107,12 +109,41 @@ def test_layouts_match_one_process(
     config = with_layout(make_config(patch_config(name)), **layout)
     # These split rows, of which one in front of the tokens can make the number odd.
     if not is_legal(config, processes):
-        odd = ("compose_class_denoised", "compose_modulated_queries", "compose_sink")
-        assert name in odd
+        assert name in ("compose_class_denoised", "compose_modulated_queries")
         whole = {"sequence_parallel": False, "context_parallel_size": 1}
         config = with_layout(config, **{**layout, **whole})
     curves = run_job(train_briefly, processes, config, STEPS)
     assert largest_difference(curves, reference(name)) <= TOLERANCE
+
+
+def guided_samples(launch: Launch, config: RunConfig) -> tuple[list[list[int]], list[list[int]]]:
+    """Train; return the ids of five images with guidance that grows, and with constant guidance."""
+    with open_job(config, launch, device="cpu") as context:
+        run = Trainer.open(config, context)
+        engine = Engine(config, run.objective, context)
+        with run.loader(engine) as loader:
+            for step in range(STEPS):
+                engine.train_step(loader, step)
+        inference, labels = Inference(engine.layers, context), torch.tensor([0, 3, 9, 3, 1])
+        growing, constant = (
+            Sampler(inference, run.objective, Path(), {"guidance": 5.0, **power}, seed=3).tokens(
+                torch.arange(5), conditions={"labels": labels}
+            )
+            for power in ({"guidance_power": 1.0}, {})
+        )
+        return growing.tolist(), constant.tolist()
+
+
+def test_growing_guidance_samples_the_same_in_every_layout(run_job: Any, patch_config: Any) -> None:
+    config = make_config(patch_config("rar"), "optimizer.learning_rate=3e-2")
+    ((growing, constant),) = run_job(guided_samples, 1, config)
+    assert growing != constant
+    for processes, layout in (
+        (4, {**SPLIT, "sequence_parallel": True, "zero_stage": 0}),
+        (4, {"context_parallel_size": 2, "zero_stage": 3}),
+    ):
+        for found in run_job(guided_samples, processes, with_layout(config, **layout)):
+            assert found == (growing, constant), layout
 
 
 def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:

@@ -31,6 +31,7 @@ class SmallConfig:
         model: keys of the model other than its size.
         rest: further sections.
         in_every_pair: test checkpoints from each layout to each other.
+        image_size: side of `images`, which are 16² pixels, after they are cropped.
     """
 
     objective: str
@@ -38,6 +39,7 @@ class SmallConfig:
     model: str = ""
     rest: str = ""
     in_every_pair: bool = False
+    image_size: int = 16
 
 
 MAE = (
@@ -95,11 +97,13 @@ SMALL = {
     "aim": SmallConfig(
         "{name: aim, patch_size: 4, head: {num_layers: 2, hidden_size: 24}}", in_every_pair=True
     ),
-    # Without the row before the class, rows are as many as ids.
+    # Nine ids and the row before the class are ten rows; of an even number of ids, sequence and
+    # context parallelism could not split the rows.
     "rar": SmallConfig(
-        "{name: rar, patch_size: 4, vocabulary_size: 12, num_classes: 10, class_token: false,"
-        " tokenizer: TOKENIZER}",
+        "{name: rar, patch_size: 4, vocabulary_size: 12, num_classes: 10, tokenizer: TOKENIZER}",
         model="qk_norm: true",
+        in_every_pair=True,
+        image_size=12,
     ),
     "randar": SmallConfig(
         "{name: randar, patch_size: 4, vocabulary_size: 12, num_classes: 10, tokenizer: TOKENIZER}",
@@ -158,10 +162,12 @@ SMALL = {
         " condition: {kind: labels, num_classes: 10, modulation: class}}",
         model="drop_path: 0.4",
     ),
+    # Of nine patches, so that ten rows are split.
     "compose_sink": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"
         " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content, sink: true},"
-        " density: {kind: diffusion, noise_a: 1}}"
+        " density: {kind: diffusion, noise_a: 1}}",
+        image_size=12,
     ),
     "compose_prefix": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"
@@ -293,12 +299,12 @@ def config_writer(shards: Path, image_shards: Path, folder: Path) -> Callable[[s
     latents = folder / "latents"
     write_latent_shards(latents, shape=(4, 4, 4), num_classes=3, num_images=60)
     scenes = write_scene_shards(folder, images=24)
-    images = f"{{train: {image_shards}/train, validation: {image_shards}/validation, image_size: 16"
+    images = f"{{train: {image_shards}/train, validation: {image_shards}/validation, image_size: "
     kinds = {
-        "images": f"{images}, crop: random_resized, flip: true}}",
+        "images": f"{images}SIZE, crop: random_resized, flip: true}}",
         "palette": f"{{train: {shards}/train, image_size: 8}}",
         "latents": f"{{train: {latents}, image_size: 16}}",
-        "encoded": f"{images}}}",
+        "encoded": f"{images}16}}",
         "label_maps": f"{{train: {scenes}/panoptic/train, validation:"
         f" {scenes}/panoptic/validation, image_size: 16, crop: random_resized}}",
     }
@@ -322,7 +328,7 @@ model:
   normalization: layer_norm
   add_bias: true
   {small.model}
-data: {kinds[small.data]}
+data: {kinds[small.data].replace("SIZE", str(small.image_size))}
 optimizer: {{learning_rate: 1e-3, gradient_clipping: 0.5}}
 training: {{steps: 4, batch_size: 12, micro_batch_size: 3{validate}}}
 {small.rest}
