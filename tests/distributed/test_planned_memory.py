@@ -85,6 +85,8 @@ def test_planned_states_and_activations(
         # The gradient of the logits is most of the peak.
         ("igpt", [HALF, ZERO + "1", "parallel.pipeline_model_parallel_size=2", VOCABULARY]),
         ("igpt", [HALF, ZERO + "1", TENSOR, VOCABULARY]),
+        ("rar", [IDS]),
+        ("randar", [IDS, TENSOR]),
     ],
 )
 def test_planned_peak_memory(run_job: Any, name: str, words: list[str]) -> None:

@@ -1,5 +1,9 @@
 """Batches of random images, and running layers with gradients."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
 import torch
 
 from megavis.data.loading.loader import Batch
@@ -23,3 +27,19 @@ def run_layers(layers, inputs):
     for layer in layers:
         state = layer(state)
     return state
+
+
+class HeldOutIds:
+    """Images of random ids with labels, read as shards are."""
+
+    directory = Path("held_out")
+
+    def __init__(self, num_ids: int, num_tokens: int, labels: Sequence[int]) -> None:
+        random, self.labels = np.random.default_rng(5), np.array(labels)
+        self.ids = random.integers(num_ids, size=(len(labels), num_tokens))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, indices, positions=None):
+        return self.ids[indices], self.labels[indices]

@@ -1,6 +1,7 @@
 """`megavis import randar`: released weights of RandAR become runs."""
 
 import argparse
+import math
 import re
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import torch
 from randar_equations import CLASSES, HEAD, IDS, SIDE, WIDTH, generator_logits, released, shapes
 from released_tensors import assert_is_preset, on_meta
 from safetensors.torch import save_file
-from small_batches import run_layers
+from small_batches import HeldOutIds, run_layers
 from small_vqgan import SMALL
 
 import megavis
 from megavis.cli import main
 from megavis.config.load import load_config
 from megavis.data.loading.loader import Batch
+from megavis.evaluation.likelihood import measure_likelihood
 from megavis.sampling.sampler import Sampler
 from megavis.weights import randar
 from megavis.weights import released as released_weights
@@ -67,6 +69,26 @@ def test_imported_weights_equal_the_released_generator(tmp_path):
     for image, (order, label) in enumerate(zip(orders, labels, strict=True)):
         expected = generator_logits(tensors, ids[image][order], label, order)
         torch.testing.assert_close(found[image], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("context")
+def test_likelihood_is_the_sum_over_the_released_logits(tmp_path):
+    """Each image in the order that its number draws."""
+    tensors, labels = released(), [1, 4, -1]
+    run = opened(tmp_path, tensors)
+    images = HeldOutIds(IDS, SIDE**2, labels)
+    result = measure_likelihood("randar", 7, run.inference, run.objective, images)
+    nats = 0.0
+    orders = run.objective.schedule.at(None).draw(torch.arange(3)).order.tolist()
+    assert orders[0] != orders[1]
+    for ids, label, order in zip(images.ids, labels, orders, strict=True):
+        logits = generator_logits(tensors, ids[order], None if label < 0 else label, order)
+        nats -= sum(
+            float(row.double().log_softmax(0)[i]) for row, i in zip(logits, ids[order], strict=True)
+        )
+    assert result.nats_per_image == pytest.approx(nats / 3, rel=1e-5)
+    assert result.bits_per_dimension == pytest.approx(nats / 3 / 16 / math.log(2), rel=1e-5)
+    assert (result.num_images, result.dimensions_per_image) == (3, SIDE**2)
 
 
 @pytest.mark.usefixtures("context")

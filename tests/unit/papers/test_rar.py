@@ -17,11 +17,12 @@ from rar_equations import (
     released,
 )
 from released_tensors import copy_named
-from small_batches import run_layers
+from small_batches import HeldOutIds, run_layers
 from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch
+from megavis.evaluation.likelihood import measure_likelihood
 from megavis.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.once
@@ -82,6 +83,22 @@ def test_logits_and_loss_equal_the_released_generator(make, step):
         losses.append(F.cross_entropy(expected, ids))
     loss = objective.loss(predictions, sequence.targets)
     torch.testing.assert_close(loss, sum(losses) / 4, rtol=1e-4, atol=0)
+
+
+def test_likelihood_is_the_sum_over_the_released_logits(make):
+    """In raster order; an image without a label counts as one without a class."""
+    tensors, labels = released(), [2, 0, -1]
+    objective, inference = make()
+    copy_named(inference, ours(tensors))
+    images = HeldOutIds(IDS, TOKENS, labels)
+    result = measure_likelihood("rar", 7, inference, objective, images)
+    nats, raster = 0.0, list(range(TOKENS))
+    for ids, label in zip(images.ids, labels, strict=True):
+        logits = generator_logits(tensors, ids, None if label < 0 else label, raster)[:-1]
+        nats -= float(logits.double().log_softmax(1)[raster, ids].sum())
+    assert result.nats_per_image == pytest.approx(nats / 3, rel=1e-5)
+    assert result.bits_per_dimension == pytest.approx(nats / 3 / TOKENS / math.log(2), rel=1e-5)
+    assert (result.num_images, result.dimensions_per_image) == (3, TOKENS)
 
 
 @pytest.mark.parametrize("cached", [True, False])
