@@ -188,9 +188,9 @@ darl() {
   finish "$run" "$mse" "runs/darl_finetune_demo$tag" "runs/darl_scratch_demo$tag"
 }
 
-givt() {
-  local vae=runs/givt_demo_vae run=runs/givt_demo$tag npz part
-  npz=$run/samples/images.npz
+# latents_ten: ten letters as latents of a VAE, which GIVT and MAR model.
+latents_ten() {
+  local vae=runs/givt_demo_vae part
   step "draw ten letters of 32² pixels" \
     python -m data_tools letters demo/letters_ten --size 32 --letters 10 --images 20000 \
     --selection-images 500 --validation-images 1000
@@ -199,14 +199,20 @@ givt() {
       python -m data_tools jpeg "demo/letters_ten/$part" --out "demo/${part}_ten" --size 32
   done
   step "train a β-VAE for 5,000 steps of 8 images" megavis train yaml_configs/givt/demo_vae.yaml
-  step "reconstruct 1,000 letters in unseen fonts" \
-    megavis evaluate reconstruction "$vae" --images demo/validation_ten --num-images 1000
-  step "show ten of them" megavis sample "$vae" --images demo/validation_ten --num-images 10
   for part in train selection; do
     step "write $part images as latents" \
       python -m data_tools latents "demo/${part}_ten" --tokenizer "$vae" \
       --out "demo/latents_$part" --size 32
   done
+}
+
+givt() {
+  local vae=runs/givt_demo_vae run=runs/givt_demo$tag npz
+  npz=$run/samples/images.npz
+  latents_ten
+  step "reconstruct 1,000 letters in unseen fonts" \
+    megavis evaluate reconstruction "$vae" --images demo/validation_ten --num-images 1000
+  step "show ten of them" megavis sample "$vae" --images demo/validation_ten --num-images 10
   step "train GIVT, 4 layers 192 wide, for 2,000 steps of 32 images" \
     megavis train yaml_configs/givt/demo.yaml $(seeded givt_demo)
   step "sample eight images of each letter, with guidance" \
@@ -386,7 +392,18 @@ randar() {
   finish "$run" runs/gvp_demo_vqgan
 }
 
-papers=(igpt igpt-bert darl mp3 givt givt-dense gvp mae dense aim rar randar)
+mar() {
+  local run=runs/mar_demo$tag
+  latents_ten
+  step "train MAR, 2 + 2 layers 128 wide, for 2,000 steps of 32 images" \
+    megavis train yaml_configs/mar/demo.yaml $(seeded mar_demo)
+  step "sample ten letters in 16 rounds, with guidance" \
+    megavis sample "$run" --classes 0,1,2,3,4,5,6,7,8,9 --rounds 16 --guidance 1 \
+    --guidance-schedule linear
+  finish "$run" runs/givt_demo_vae
+}
+
+papers=(igpt igpt-bert darl mp3 givt givt-dense gvp mae dense aim rar randar mar)
 
 demo() {
   local began=$SECONDS

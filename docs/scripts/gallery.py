@@ -218,6 +218,17 @@ DEMOS = (
             ),
         ),
     ),
+    Demo(
+        paper="mar",
+        title="MAR: latents in rounds, denoised",
+        runs=("mar_demo", "givt_demo_vae"),
+        pictures=(
+            (
+                "mar_demo/samples/samples-*.png",
+                "Samples of the classes A to J in 16 rounds, with guidance 1",
+            ),
+        ),
+    ),
 )
 
 
