@@ -209,8 +209,14 @@ class ImportSpec:
 IMAGE_SIZE = ImportOption(
     "--image-size", "side of the images in pixels; default: 256", type=positive, default=256
 )
-HEADS = ImportOption("--heads", "attention heads; default: width / 64, for MAR-H 16", type=positive)
-TOKENIZER = ImportOption("--tokenizer", "run folder of the VAE, for RAR of the VQGAN", type=Path)
+HEADS = ImportOption(
+    "--heads", "attention heads; default: width / 64, or as released for this width", type=positive
+)
+TOKENIZER = ImportOption(
+    "--tokenizer",
+    "run folder of the VAE of the latents, or of the VQGAN of the ids",
+    type=Path,
+)
 PALETTE = ImportOption(
     "--palette", "kmeans_centers.npy; default: the folder's own", type=Path, metavar="FILE"
 )

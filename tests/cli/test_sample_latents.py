@@ -62,6 +62,25 @@ def test_sample_grids(runs, tmp_path, capsys, name, words, tiles):
     assert ("of the proposals accepted" in capsys.readouterr().out) == ("--guidance" in words)
 
 
+def test_shipped_composition_trains_and_samples(runs, image_shards, tmp_path):
+    """Rows that alternate places and latents, which a modulated MLP denoises: YAML alone."""
+    config = str(GOLDEN.parents[2] / "yaml_configs/compose/instructed_latents.yaml")
+    words = [f"objective.reads.tokenizer={runs}/vae", "objective.reads.channels=8"]
+    words += ["objective.reads.patch_size=4", "model.num_layers=1", f"output={tmp_path}"]
+    words += [f"data.{part}={image_shards}/{part}" for part in ("train", "validation")]
+    words += ["data.image_size=16", "training.steps=2", "schedule.warmup_steps=0"]
+    words += ["training.batch_size=4", "training.validate_every=2", "training.validation_images=4"]
+    assert main(["train", config, *words, "--device", "cpu"]) == 0
+    run, grid = tmp_path / "compose_instructed_latents", tmp_path / "grid.png"
+    words = ["--classes", "1,2", "--per-class", "3", "--rounds", "5", "--sampling-steps", "3"]
+    words += ["--guidance", "1", "--out", str(grid), "--device", "cpu"]
+    assert main(["sample", str(run), *words]) == 0
+    assert np.asarray(Image.open(grid)).shape == (262, 392, 3)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line).get("validation_loss") for line in lines]
+    assert np.isfinite([loss for loss in losses if loss is not None]).all()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
