@@ -2,7 +2,8 @@
 
 "Scalable Pre-training of Large Autoregressive Image Models": a folder of the Hub
 (`AIMForImageClassification`: `model.safetensors` and `config.json`), or a file of the trunk's
-weights, with or without a probe's. The head that predicts pixels was not released.
+weights, with or without a probe's, which also has files of its own: one for the last six blocks and
+one for the best. The head that predicts pixels was not released.
 
 Legend: h width of the trunk.
 """
@@ -45,6 +46,10 @@ _PATCHES = "preprocessor.patchifier"
 _BLOCKS = "trunk.blocks."
 _HEAD_SIZE, _IMAGE_SIZE, _PROBED = 128, 224, 6
 """Width of an attention head, side of the images and averaged layers, in all released networks."""
+_BEST = {
+    1536: range(14, 20), 2048: range(12, 18), 3072: range(12, 18), 4096: range(14, 20)
+}  # fmt: skip
+"""The blocks that the released probes of the best layers read, by the width of the trunk."""
 # Our classifier has a bias, theirs has none.
 _WITHOUT_BIAS = Layout(
     lambda weight: (weight, weight.new_zeros(len(weight))), lambda weight, bias: weight
@@ -100,25 +105,30 @@ def read_aim(args: argparse.Namespace) -> Released:
     """Read a folder of the Hub, or a file of weights.
 
     Sizes are inferred from the tensors. `config.json`, if there is one, gives `num_heads` (default:
-    width / 128), `img_size` (default: 224) and `probe_layers` (default: the last six). If the file
-    has no head, the probe is zero, to be trained.
+    width / 128), `img_size` (default: 224) and `probe_layers` (default: the last six). A head from
+    a file of its own (`args.head`) takes the place of the one inside, and `args.head_layers` that
+    of `probe_layers`. If there is no head, the probe is zero, to be trained.
 
     Raises:
-        UserError: it contains no such network.
+        UserError: it contains no such network, or the layers of a head are not known.
     """
-    tensors, settings = _read(args.source)
+    if args.head is not None and args.head_layers is None:
+        raise UserError("--head needs --head-layers: a head's file does not say what it reads")
+    tensors, settings = _read(args.source, args.head)
     width = len(tensors[f"{_PATCHES}.proj.bias"])
     patch_size = tensors[f"{_PATCHES}.proj.weight"].shape[-1]
     num_layers = count(tensors, _BLOCKS)
     num_heads = settings.get("num_heads", max(1, width // _HEAD_SIZE))
     if width % num_heads:
         raise UserError(f"{args.source}: width {width} is not divisible by {num_heads} heads")
-    layers: Any = min(_PROBED, num_layers)
+    layers: Any = args.head_layers
+    if layers is None:
+        # Those of the trunk's own head, or of a new one.
+        has_head = "head.linear.weight" in tensors
+        layers = settings.get("probe_layers", "last") if has_head else "last"
+    probed = _probed(args, layers, width, num_layers)
     if "head.linear.weight" not in tensors:
         tensors |= _blank_head(width)
-    else:
-        layers = settings.get("probe_layers", layers)
-    probed = _probed(args.source, layers, num_layers)
     return Released(
         AIMConfig(patch_size=patch_size),
         tensors,
@@ -159,7 +169,7 @@ def aim_model(num_layers: int, width: int, num_heads: int, mlp: int) -> ModelCon
     )
 
 
-def _read(source: Path) -> tuple[ReleasedTensors, Mapping[str, Any]]:
+def _read(source: Path, head: Path | None) -> tuple[ReleasedTensors, Mapping[str, Any]]:
     settings: Mapping[str, Any] = {}
     if source.is_dir():
         path, tensors = source / SETTINGS, read_hub_weights(source)
@@ -172,22 +182,46 @@ def _read(source: Path) -> tuple[ReleasedTensors, Mapping[str, Any]]:
             check_sizes(path, settings, *sorted(sizes))
     else:
         tensors = read_weights_file(source)
+    if head is not None:
+        tensors = tensors | _read_head(head)
     floats = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
     return ReleasedTensors(floats, source=source, model=MODEL), settings
 
 
-def _probed(source: Path, layers: Any, num_layers: int) -> range:
-    """Return the probed blocks, counted from 0; raise UserError unless they are adjacent."""
-    if isinstance(layers, int) and 0 < layers <= num_layers:
-        return range(num_layers - layers, num_layers)
-    found: Sequence[Any] = layers if isinstance(layers, list | tuple) else ()
-    if found and isinstance(found[0], int) and 0 <= found[0] <= num_layers - len(found):
-        adjacent = range(found[0], found[0] + len(found))
-        if list(found) == list(adjacent):
+def _read_head(path: Path) -> dict[str, Tensor]:
+    tensors = read_weights_file(path)
+    others = sorted(name for name in tensors if not name.startswith("head."))
+    if others or not tensors:
+        text = f"{others[0]} is no part of one" if others else "it has no tensors"
+        raise UserError(f"{path}: not a head of {MODEL}: {text}")
+    return tensors
+
+
+def _probed(args: argparse.Namespace, layers: Any, width: int, num_layers: int) -> range:
+    """Return the probed blocks, counted from 0; raise UserError unless they are adjacent.
+
+    Args:
+        layers: `last`, `best`, a number of last blocks, or the numbers of blocks.
+    """
+    blocks: Any = layers
+    if isinstance(layers, int):
+        blocks = range(num_layers - layers, num_layers)
+    elif layers == "last":
+        blocks = range(max(0, num_layers - _PROBED), num_layers)
+    elif layers == "best":
+        blocks = _BEST.get(width, ())
+    elif isinstance(layers, str):
+        blocks = [int(each) if each.isdecimal() else -1 for each in layers.split(",")]
+    if isinstance(blocks, Sequence) and blocks and isinstance(blocks[0], int):
+        adjacent = range(blocks[0], blocks[0] + len(blocks))
+        if adjacent.start >= 0 and adjacent.stop <= num_layers and list(blocks) == list(adjacent):
             return adjacent
+    if args.head_layers is None:
+        what = f"{args.source / SETTINGS}: probe_layers is {layers!r}, neither a number of last"
+        raise UserError(f"{what} blocks nor adjacent blocks of {num_layers}")
     raise UserError(
-        f"{source / SETTINGS}: probe_layers is {layers!r}, neither a number of last blocks nor"
-        f" adjacent blocks of {num_layers}"
+        f"--head-layers is {layers}: say last, numbers of adjacent blocks from 0 to"
+        f" {num_layers - 1}, or best for a trunk of a released size"
     )
 
 

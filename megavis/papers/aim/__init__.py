@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megavis.config.papers import ImportSpec
+from pathlib import Path
+
+from megavis.config.papers import ImportOption, ImportSpec
 
 IMPORTS = (
     ImportSpec(
@@ -10,5 +12,20 @@ IMPORTS = (
         help="an AIM folder from the Hub (model.safetensors and config.json), or a file with the"
         " trunk's weights; the run has an attentive probe, which can be evaluated and trained",
         read="megavis.weights.aim:read_aim",
+        options=(
+            ImportOption(
+                "--head",
+                "file of a released probe, beside that of the trunk",
+                type=Path,
+                metavar="FILE",
+            ),
+            ImportOption(
+                "--head-layers",
+                "blocks whose mean the probe reads: last (six), best (as the released probes of the"
+                " best layers), or adjacent numbers from 0, such as 14,15,16; default: as in"
+                " config.json, or the last six",
+                metavar="LAYERS",
+            ),
+        ),
     ),
 )

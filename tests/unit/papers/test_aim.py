@@ -17,6 +17,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.patches import standardize
+from megavis.weights import aim
 from megavis.weights.aim import aim_table
 from megavis.weights.tables import read_table
 
@@ -250,6 +251,70 @@ def test_trunk_without_a_head_is_imported(tmp_path):
     config = load_config(run / "config.yaml").config
     assert (config.finetune.layer, config.finetune.average) == (LAYERS, LAYERS)
     assert config.model.num_attention_heads == 1
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """A trunk's file and a probe's, as they were released."""
+    tensors = released()
+    for name, is_head in (("trunk", False), ("head", True)):
+        own = {n: t for n, t in tensors.items() if n.startswith("head.") == is_head}
+        torch.save(own, tmp_path / f"{name}.pth")
+    return tmp_path
+
+
+def import_parts(parts, *words):
+    named = [
+        str(parts / "trunk.pth"),
+        str(parts / "runs" / "aim"),
+        "--head",
+        str(parts / "head.pth"),
+    ]
+    return main(["import", "aim", *named, *words])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "blocks_read"), [("best", [0, 1]), ("last", [0, 1, 2]), ("1,2", [1, 2])]
+)
+def test_head_of_its_own_file_reads_the_chosen_layers(parts, monkeypatch, chosen, blocks_read):
+    monkeypatch.setitem(aim._BEST, WIDTH, range(0, 2))
+    monkeypatch.setattr(aim, "_HEAD_SIZE", WIDTH // HEADS)
+    monkeypatch.setattr(aim, "_IMAGE_SIZE", 16)
+    assert import_parts(parts, "--head-layers", chosen) == 0
+    tensors, images = released(), photographs(3, 16)
+    blocks, _ = trunk(tensors, images)
+    expected = probe(tensors, [blocks[i] for i in blocks_read])
+    logits = megavis.load(parts / "runs" / "aim").outputs(images)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_best_layers_are_those_of_the_released_code():
+    """`LAYERS_BEST`, of 600M, 1B, 3B and 7B, whose widths table 1 of the paper has."""
+    first = {1536: 14, 2048: 12, 3072: 12, 4096: 14}
+    assert {width: [*blocks] for width, blocks in aim._BEST.items()} == {
+        width: [*range(start, start + 6)] for width, start in first.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--head needs --head-layers"),
+        (["--head-layers", "best"], "--head-layers is best: say last, numbers of adjacent blocks"),
+        (["--head-layers", "0,2"], "--head-layers is 0,2: .* from 0 to 2"),
+        (["--head-layers", "2,3"], "--head-layers is 2,3"),
+        (["--head-layers", "six"], "--head-layers is six"),
+    ],
+)
+def test_layers_of_a_head_must_be_named(parts, capsys, words, message):
+    assert import_parts(parts, *words) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_trunk_is_no_head(parts, capsys):
+    torch.save(released(), parts / "head.pth")
+    assert import_parts(parts, "--head-layers", "last") == 2
+    assert "not a head of AIM: preprocessor.patchifier.norm.bias" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
