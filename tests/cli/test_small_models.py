@@ -20,7 +20,7 @@ pytestmark = pytest.mark.once
 
 # Label maps have files of their own; these decode without them.
 NAMES = [name for name, small in SMALL.items() if small.data != "label_maps"]
-NEED_MEGAVIS = dict.fromkeys(["igpt", "compose_class_denoised"], "hide tokens that are drawn")
+NEED_MEGAVIS = {"igpt": "hide tokens that are drawn"}
 NEED_MEGAVIS |= dict.fromkeys(
     ["givt", "givt_encoder_decoder", "compose_adapter", "compose_memory"], "adapter or an encoder"
 )
