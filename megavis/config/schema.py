@@ -111,12 +111,12 @@ class ModelConfig(Section):
     in training; it increases linearly from 0 in the first block. Not used in an encoder's blocks.
     """
     positions: PositionKind | None = None
-    """Position encoding; default: the paper's. `learned_sincos`: learned and initially sin-cos,
-    also to fine-tune a model with sin-cos positions. `relative_2d`: a learned bias of attention for
-    each offset, initially zero."""
+    """Position encoding; default: the paper's. `learned_sincos`: learned and initially sin-cos, as
+    in MAE's released code when it fine-tunes a model with sin-cos positions. `relative_2d`: a
+    learned bias of attention for each offset, initially zero."""
     features: Literal["norms", "blocks"] = "norms"
-    """Features of a layer: the output of its first norm, or the input of that norm, which is the
-    output of the block before it."""
+    """Features of a layer: the output of its first norm (iGPT, section 2.4), or the input of that
+    norm, which is the output of the block before it (GIVT, appendix F)."""
     position_scale: Above0 = 1.0
     """Factor for the coordinates of rotary and sin-cos positions. To interpolate, use the image
     side in training divided by the new side; for `rope_1d`, whose coordinate is the index in the
@@ -178,10 +178,10 @@ class OptimizerConfig(Section):
     """Adam or Adafactor; for linear evaluation SGD or LARS."""
 
     algorithm: Literal["adam", "adafactor", "sgd", "lars"] = "adam"
-    """`adafactor`: with momentum, and mean squares of the rows and columns of each matrix;
-    `epsilon` does not apply, and a layer's own learning rate does not scale its decay. `sgd`: plain
-    momentum, for linear evaluation. `lars`: scales each matrix's step by its norm, for large
-    batches."""
+    """`adafactor`: with momentum, and mean squares of the rows and columns of each matrix, as in
+    the released code of UViM and GIVT; `epsilon` does not apply, and a layer's own learning rate
+    does not scale its decay. `sgd`: plain momentum, for linear evaluation (iGPT, section 3.4).
+    `lars`: scales each matrix's step by its norm, for large batches (MAE)."""
 
     learning_rate: Above0
     """Peak learning rate."""
@@ -194,7 +194,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay on the kernels of linear maps and convolutions; biases, norms,
     embeddings, positions and learned tokens have none."""
     decay_embeddings: bool = False
-    """Decay embeddings, positions and learned tokens too."""
+    """Decay embeddings, positions and learned tokens too, as the released code of MAR
+    and RandAR does."""
     gradient_clipping: AtLeast0 = 0.0
     """Maximum global gradient norm; 0 disables clipping."""
     ema_decay: Fraction = 0.0
@@ -289,8 +290,8 @@ class FinetuneConfig(Section):
 
     task: Literal["classes", "segments", "instances"] = "classes"
     """What is predicted: the class of an image, or of each pixel (semantic segmentation by UPerNet,
-    on features of four blocks), or objects with boxes, classes and masks (by Mask R-CNN on a simple
-    pyramid; needs the extra `dense`)."""
+    on features of four blocks, as in BEiT's recipe), or objects with boxes, classes and masks (by
+    Mask R-CNN on a simple pyramid, as in ViTDet; needs the extra `dense`)."""
 
     from_run: str | None = None
     """Run folder with the initial weights; default: train from scratch."""
@@ -305,19 +306,21 @@ class FinetuneConfig(Section):
     """Attention masks: as in pre-training, or none."""
     read_out: Literal["mean", "first", "last", "attention"] = "mean"
     """How class logits are read from the last norm's output: from the mean over tokens, the first
-    token (a class token), the last token, or by `attention` of a learned query to all tokens."""
+    token (a class token), the last token, or by `attention` of a learned query to all tokens (AIM,
+    section 4.2)."""
     layer: NonNegative | None = None
     """Layer l whose features are read, from 0 (before the first block) to `model.num_layers`, the
-    default. Blocks above it are dropped."""
+    default. Blocks above it are dropped (iGPT, sections 2.4, 4.5)."""
     concatenate: Positive = 1
     """With `linear_evaluation`: odd number of adjacent layers around `layer` whose features are
-    concatenated."""
+    concatenated (iGPT, section 4.4)."""
     average: Positive = 1
     """With `linear_evaluation`: number of layers, the last of them `layer`, whose features are
-    averaged."""
+    averaged, as in AIM's released code."""
     classifier_std: AtLeast0 | None = None
-    """Standard deviation of the classifier's initial weights; default: 0, and 0.01 with
-    `linear_evaluation`. Published recipes fine-tune from 2e-5, and train from 0.02."""
+    """Standard deviation of the classifier's initial weights; default: 0 (iGPT, appendix A.1), and
+    0.01 with `linear_evaluation`, as in the code of MAE and MoCo. MAE's code fine-tunes from 2e-5,
+    DeiT's trains from 0.02."""
     label_smoothing: Fraction = 0.0
     """Share of a label spread evenly over all classes."""
     mixup: AtLeast0 = 0.0
@@ -327,19 +330,20 @@ class FinetuneConfig(Section):
     """The same for a rectangle of the other image pasted into the first."""
     mixing: Literal["batch", "pair", "elem"] = "batch"
     """Images that share a draw of λ, the rectangle, and the choice between the two, like timm's
-    `mode`: a `batch`, the mixed `pair`, or none (`elem`)."""
+    `mode`: a `batch`, as in the code of DeiT and MAE; the mixed `pair`; or none (`elem`)."""
     mixing_batch: Positive = 32
-    """Images of a `batch`, an even number. In published recipes, the images of one process, 32 or
-    64."""
+    """Images of a `batch`, an even number. In those codes, the images of one process: 32 in MAE's
+    fine-tuning and 64 in DeiT's training."""
     drop_path: Fraction | None = None
     """Drop path rate of this run; default: `model.drop_path`."""
     linear_evaluation: bool = False
     """Train only the classifier, on features of the frozen network, instead of fine-tuning."""
     standardize: bool = True
-    """With `linear_evaluation`: standardise features over the batch; false: use them unscaled."""
+    """With `linear_evaluation`: standardise features over the batch (MAE, appendix A.2); false:
+    use them unscaled (iGPT, section 2.4)."""
     tuned_blocks: NonNegative | None = None
-    """Train only this many of the last blocks, the last norm and the classifier; default:
-    everything."""
+    """Train only this many of the last blocks, the last norm and the classifier (MAE, section 4.3);
+    default: everything."""
     layer_decay: Share = 1.0
     """Learning rate of each layer relative to the layer above it."""
     layers: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
@@ -366,7 +370,7 @@ class FinetuneConfig(Section):
     the model's."""
     relative_positions: bool = False
     """With `instances`: add a bias of the query and the key's relative row and column to attention
-    scores; these weights are initialised to 0."""
+    scores, as in ViTDet; these weights are initialised to 0."""
     patience: NonNegative = 0
     """Stop after this many validations without a new best accuracy; 0: never."""
     test: str | None = None

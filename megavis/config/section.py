@@ -160,7 +160,7 @@ class MixedSource(Section):
     """Share of the training images from this folder; weights need not sum to 1."""
     crop: SourceCrop | None = None
     """Crop of this folder's images instead of `data.crop`; `center` is the centre crop of
-    validation."""
+    validation (iGPT, section 3.1: web images are not augmented)."""
 
 
 def _form(train: object) -> str:
@@ -206,15 +206,16 @@ class DataConfig(Section):
     Images are augmented as in JPEG shards."""
     crop: Crop = "none"
     """Crop applied when images are read. For JPEG shards only: `random_resized`, a random region,
-    resized (torchvision's rule); `inception`, a random region by TensorFlow's rule, which is the
-    whole image if no region fits; `scaled`, a random square of `crop_size` after resizing the
-    shorter side to a random length in `short_sides`, resized; `center`, the centre, resized. For
-    palette shards too: `window`, a random square of larger stored images, and `shifted`, which
-    shifts training images by up to 4 pixels. `jittered`: a random square after resizing the shorter
-    side to `image_size` times a random factor of `jitter`, padded with the mean colour, and with
-    void in label maps. `none`: no crop. Validation uses the centre. Pairs with label maps support
-    `inception`, `random_resized`, `jittered` and `center`, which resizes the whole image to the
-    square, as does their validation, except with `jittered`, where it crops the centre."""
+    resized (torchvision's rule, as in MAE's recipe); `inception`, a random region by TensorFlow's
+    rule (GIVT's released code), which is the whole image if no region fits; `scaled`, a random
+    square of `crop_size` after resizing the shorter side to a random length in `short_sides`,
+    resized (iGPT, section 3.1); `center`, the centre, resized. For palette shards too: `window`, a
+    random square of larger stored images, and `shifted`, which shifts training images by up to 4
+    pixels. `jittered`: a random square after resizing the shorter side to `image_size` times a
+    random factor of `jitter`, padded with the mean colour, and with void in label maps. `none`: no
+    crop. Validation uses the centre. Pairs with label maps support `inception`, `random_resized`,
+    `jittered` and `center`, which resizes the whole image to the square, as does their validation,
+    except with `jittered`, where it crops the centre."""
     border: Literal["reflect", "zeros"] = "reflect"
     """With `shifted`: padding at the border, the image's reflection or zeros (black; for palette
     shards the first colour)."""
@@ -249,7 +250,8 @@ class DataConfig(Section):
     """Repeated Augmentation: number of samples with separate draws from one image, 32 samples
     apart; an epoch then covers the corresponding share of the images."""
     images_per_class: Positive | None = None
-    """Train on only this many images per class, drawn by `seed`; default: all."""
+    """Train on only this many images per class, drawn by `seed`; default: all (iGPT,
+    section 4.7)."""
     window_shards: Positive | None = None
     """For training data with more shards than files may be open: each epoch reads its shards in a
     random order, and mixes the samples of at most this many shards at a time; default: all."""
