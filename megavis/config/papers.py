@@ -96,18 +96,21 @@ def own_model(name: str) -> Any:
         module = f"{_ROOMS}.{room}.{file}"
         if not file or find_spec(module) is None:
             continue
-        for value in vars(importlib.import_module(module)).values():
-            if not isinstance(value, type) or value.__module__ != module:
-                continue
-            declared_for = getattr(value, "config_type", None)
-            if declared_for is keys:
-                return value
-            # A model inherits the attribute; other classes have none.
-            if declared_for is not None and declared_for.__module__ != keys.__module__:
-                raise UserError(
-                    f"{module} has a model, {value.__name__}, that does not say for which keys: set"
-                    f" config_type = {keys.__name__}"
-                )
+        classes = [
+            value
+            for value in vars(importlib.import_module(module)).values()
+            if isinstance(value, type) and value.__module__ == module
+        ]
+        # Models inherit the attribute; other classes have none.
+        models = {value.config_type: value for value in classes if hasattr(value, "config_type")}
+        if keys in models:
+            return models[keys]
+        if models and not any(each.__module__ == keys.__module__ for each in models):
+            names = ", ".join(each.__name__ for each in models.values())
+            raise UserError(
+                f"{module} has a model, {names}, that does not say for which keys: set"
+                f" config_type = {keys.__name__}"
+            )
     return None
 
 

@@ -27,6 +27,12 @@ _ASPECT = 0.3
 """The ratio of a block's sides is between this and its inverse."""
 
 
+def random_ranks(index: Tensor, num_tokens: int, *, seed: int) -> Tensor:
+    """Return the rank of each token in the random order in which samples `[b]` hide them."""
+    # The inverse of a permutation.
+    return random_orders(index, num_tokens, seed=seed, purpose="mask").argsort(dim=1)
+
+
 @dataclass(frozen=True)
 class HiddenTokens:
     """A number of hidden tokens, and their shape.
@@ -53,9 +59,7 @@ class HiddenTokens:
         """
         if self.shape == "grid":
             return self._grid_ranks(index, seed=seed)
-        order = random_orders(index, math.prod(self.grid), seed=seed, purpose="mask")
-        # The inverse of a permutation is the rank of each token.
-        ranks = order.argsort(dim=1)
+        ranks = random_ranks(index, math.prod(self.grid), seed=seed)
         if self.shape == "tokens":
             return ranks
         blocks = self._blocks(index, seed=seed)

@@ -28,7 +28,7 @@ from megavis.config.section import LossAverage
 from megavis.grammar.boundaries import context_size
 from megavis.parallel.random import uniform
 from megavis.schedules.hidden_share import HiddenShare
-from megavis.schedules.hidden_tokens import HiddenTokens
+from megavis.schedules.hidden_tokens import HiddenTokens, random_ranks
 from megavis.schedules.orders import Orders, gather_tokens, random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
@@ -184,9 +184,8 @@ class Rounds(Hiding):
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
-        order = random_orders(index, self.orders.num_positions, seed=self.seed, purpose="mask")
-        # The inverse of a random permutation: the rank of each token.
-        return order.argsort(dim=1) < self.num_predicted(index)[:, None]
+        ranks = random_ranks(index, self.orders.num_positions, seed=self.seed)
+        return ranks < self.num_predicted(index)[:, None]
 
     def num_predicted(self, index: Tensor) -> Tensor:
         """Return the number of masked tokens of samples `[b]`: float32 `[b]`."""

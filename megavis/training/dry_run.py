@@ -136,11 +136,11 @@ def _needs(run: Trainer) -> DryRunCheck:
 
 def _tokenizer(run: Trainer) -> DryRunCheck:
     manifest = run.train_data.manifest
-    if manifest.identity is None and run.tokenizer is not None:
-        text = f"plain images, encoded by a tokenizer of identity {run.tokenizer[:12]}"
-        return DryRunCheck("tokenizer", True, text)
     if manifest.identity is None:
-        return DryRunCheck("tokenizer", True, "plain images: none is needed")
+        text = "plain images: none is needed"
+        if run.tokenizer is not None:
+            text = f"plain images, encoded by a tokenizer of identity {run.tokenizer[:12]}"
+        return DryRunCheck("tokenizer", True, text)
     text = f"{manifest.tokenizer_name} {manifest.identity[:12]}"
     also = "the same in validation" if run.task.validation is not None else "no validation shards"
     return DryRunCheck("tokenizer", True, f"{text}, {also}")

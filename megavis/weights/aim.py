@@ -47,8 +47,11 @@ _BLOCKS = "trunk.blocks."
 _HEAD_SIZE, _IMAGE_SIZE, _PROBED = 128, 224, 6
 """Width of an attention head, side of the images and averaged layers, in all released networks."""
 _BEST = {
-    1536: range(14, 20), 2048: range(12, 18), 3072: range(12, 18), 4096: range(14, 20)
-}  # fmt: skip
+    1536: range(14, 20),
+    2048: range(12, 18),
+    3072: range(12, 18),
+    4096: range(14, 20),
+}
 """The blocks that the released probes of the best layers read, by the width of the trunk."""
 # Our classifier has a bias, theirs has none.
 _WITHOUT_BIAS = Layout(

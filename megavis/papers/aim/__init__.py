@@ -15,7 +15,7 @@ IMPORTS = (
         options=(
             ImportOption(
                 "--head",
-                "file of a released probe, beside that of the trunk",
+                "released probe, if it is in a separate file from the trunk",
                 type=Path,
                 metavar="FILE",
             ),

@@ -116,7 +116,7 @@ class Own(Model):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A room whose model is not that of its words; a folder beside it is no room."""
+    """A paper with its own model class, next to a folder that is not a paper."""
     room = tmp_path / "own"
     room.mkdir()
     for name, text in {"__init__": "", "config": OWN, "paper": MODEL}.items():

@@ -28,10 +28,8 @@ def hidden_by_beit(sample, height, width, count, seed):
         aspect = math.exp(math.log(0.3) + second * (math.log(1 / 0.3) - math.log(0.3)))
         tall = min(height, round(math.sqrt(size * aspect)))
         wide = min(width, round(math.sqrt(size / aspect)))
-        top, start = (
-            math.floor(third * (height - tall + 1)),
-            math.floor(fourth * (width - wide + 1)),
-        )
+        top = math.floor(third * (height - tall + 1))
+        start = math.floor(fourth * (width - wide + 1))
         for row in range(top, top + tall):
             for column in range(start, start + wide):
                 if (row, column) not in masked:

@@ -184,14 +184,19 @@ def test_one_heat_map_per_value_of_the_leading_axes(sizes, panels):
                 assert math.isnan(score) or shown == score
 
 
-def test_sweep_of_chained_runs(config, capsys):
-    """Both runs of a point are trained; the score is the second run's accuracy."""
-    second = config.parent / "second.yaml"
-    second.write_text(
+@pytest.fixture
+def tuned(config):
+    path = config.parent / "second.yaml"
+    path.write_text(
         f"based_on: {config.name}\nname: second\nfinetune: {{num_classes: 10, from_run: nowhere}}\n"
     )
+    return path
+
+
+def test_sweep_of_chained_runs(config, tuned, capsys):
+    """Both runs of a point are trained; the score is the second run's accuracy."""
     command = ["sweep", str(config), "--grid", "objective.noise_a=0.5", "--device", "cpu"]
-    assert main([*command, "--then", str(second)]) == 0
+    assert main([*command, "--then", str(tuned)]) == 0
     first, fine = (config.parent / f"{name}-noise_a-0.5" for name in ("tiny", "second"))
     assert f"from_run: {first}" in (fine / "config.yaml").read_text()
     with (config.parent / "second-sweep/sweep.csv").open() as file:
@@ -208,25 +213,16 @@ def test_sweep_of_chained_runs(config, capsys):
     (fine / "metrics.jsonl").write_text("".join(lines))
     for path in (fine / "evaluation").iterdir():
         path.unlink()
-    assert main([*command, "--then", str(second), "--plot"]) == 2
+    assert main([*command, "--then", str(tuned), "--plot"]) == 2
     assert "no run of the grid is finished" in capsys.readouterr().err
-    assert main([*command, "--then", str(second)]) == 0
+    assert main([*command, "--then", str(tuned)]) == 0
     with (config.parent / "second-sweep/sweep.csv").open() as file:
         assert next(csv.DictReader(file)) == row
     # A longer run is not finished, although it has the results of the shorter one.
-    second.write_text(f"{second.read_text()}training: {{steps: 2}}\n")
+    tuned.write_text(f"{tuned.read_text()}training: {{steps: 2}}\n")
     capsys.readouterr()
-    assert main([*command, "--then", str(second), "--plot"]) == 2
+    assert main([*command, "--then", str(tuned), "--plot"]) == 2
     assert "no run of the grid is finished yet" in capsys.readouterr().err
-
-
-@pytest.fixture
-def tuned(config):
-    path = config.parent / "second.yaml"
-    path.write_text(
-        f"based_on: {config.name}\nname: second\nfinetune: {{num_classes: 10, from_run: nowhere}}\n"
-    )
-    return path
 
 
 def test_overrides_of_the_architecture_reach_the_chained_configs(config, tuned):
