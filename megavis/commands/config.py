@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig, dump_config, load_config
+from megavis.config.load import LoadedConfig, did_you_mean, dump_config, load_config
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.config.shorthand import PRESETS, RIVALS, Shorthand
@@ -109,13 +109,15 @@ def find_config(path: str) -> Path:
     given = Path(path)
     if given.exists():
         return given
-    looked = [str(given.absolute().parent)]
+    looked = [given.absolute().parent]
     if given.parts[:1] == (SHIPPED,):
         shipped = shipped_configs().joinpath(*given.parts[1:])
         if shipped.exists():
             return shipped
-        looked.append(str(shipped.parent))
-    raise UserError(f"{path}: no such config file in {' or '.join(looked)}")
+        looked += [shipped.parent] * (shipped.parent != looked[0])
+    there = [path.name for folder in looked for path in folder.glob("*.yaml")]
+    folders = " or ".join(map(str, looked))
+    raise UserError(f"{path}: no such config file in {folders}{did_you_mean(given.name, there)}")
 
 
 def shipped_configs() -> Path:

@@ -91,7 +91,9 @@ def search_configs(tmp_path):
     with pytest.raises(UserError) as error:
         find_config("yaml_configs/igpt/demmo.yaml")
     looked = f"in {tmp_path}/yaml_configs/igpt or {ROOT}/yaml_configs/igpt"
-    assert str(error.value) == f"yaml_configs/igpt/demmo.yaml: no such config file {looked}"
+    assert str(error.value) == (
+        f"yaml_configs/igpt/demmo.yaml: no such config file {looked}; did you mean 'demo.yaml'?"
+    )
     with pytest.raises(UserError, match=f"no such config file in {tmp_path}$"):
         find_config("igpt.yaml")
     own = tmp_path / "yaml_configs" / "igpt" / "demo.yaml"
