@@ -20,6 +20,8 @@ from data_tools.imagenet import (
 from data_tools.job_report import say
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
+from data_tools.parquet import ParquetSource, list_parquet, official_splits
+from data_tools.parquet import notes as notes_on_parquet
 from data_tools.selection import (
     DEFAULT_SHARE,
     SPLITS,
@@ -52,11 +54,12 @@ LAYOUTS = (
     "kaggle-train",
     "kaggle-validation",
     "webdataset",
+    "parquet",
     "jpeg-shards",
     *DATA_SETS,
 )
 _IMAGENET_TARS = ("ILSVRC2012_img_train", "ILSVRC2012_img_val", "ILSVRC2012_img_test")
-_URL_LISTS = (".parquet", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz")
+_URL_LISTS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz")
 # Defaults for layouts that share a folder.
 _PREFERRED = ("caltech-101",)
 
@@ -70,7 +73,8 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
         "ILSVRC2012_img_train.tar or the folder of its class tars, ILSVRC2012_img_val.tar or its "
         "folder, the root of Kaggle's ILSVRC (its training set), webdataset tars (a folder of "
         "them, one, or a pattern such as 'web/{00000..00123}.tar',"
-        " also at s3://, gs:// or https://), a folder of jpeg shards, or "
+        " also at s3://, gs:// or https://), Parquet files as the Hugging Face Hub stores them, a "
+        "folder of jpeg shards, or "
         "a labelled data set as published: "
         f"{', '.join(DATA_SETS)}",
     )
@@ -83,6 +87,12 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
         "class names",
     )
     add_classes_argument(parser)
+    for content in ("image", "label"):
+        parser.add_argument(
+            f"--{content}-column",
+            metavar="NAME",
+            help=f"column of {content}s in Parquet files; default: the only one",
+        )
     if selects:
         _add_selection_arguments(parser)
     else:
@@ -143,23 +153,22 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
         layout = "imagenet-validation" if arguments.ground_truth else find_layout(place)
         if layout == "folder":
             refuse_splits(place)
-    selection = replace(selection, split=_hash_split(layout, arguments.split))
     only = read_names(arguments.only_classes) if arguments.only_classes else None
-    if only is not None and (classes is not None or layout == "webdataset"):
-        raise UserError(
-            "--only-classes numbers the classes in order of their names: remove --classes-from"
-            if classes is not None
-            else f"--only-classes: {place} was read as webdataset tars, whose classes are not known"
-            " before they are read; set --layout if that is wrong"
-        )
+    _check_options(arguments, layout)
     source: ImageSource
-    if layout == "webdataset":
+    if layout == "parquet":
+        assert isinstance(place, Path)
+        source, labels_from = _open_parquet(arguments, place, selection, classes, only)
+        notes = list(notes_on_parquet(source))
+    elif layout == "webdataset":
+        selection = replace(selection, split=_hash_split(layout, arguments.split))
         tars = list_tars(place, selection=selection, class_names=classes)
         check_made_for(selection, replace(tars, selection=ImageSelection()).sha256)
         notes = [*folders_in_tars(tars), *failures_of_downloads(tars)]
         source, labels_from = tars, ".cls members"
     else:
         assert isinstance(place, Path)
+        selection = replace(selection, split=_hash_split(layout, arguments.split))
         files, labels_from = _open_files(arguments, layout, place, classes)
         check_made_for(selection, files.sha256)
         files = files if only is None else keep_classes(files, only, arguments.only_classes)
@@ -170,6 +179,50 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
     for line in (summary(source, labels_from, by_suffix=by_suffix), *notes):
         say(line)
     return source
+
+
+def _check_options(arguments: argparse.Namespace, layout: str) -> None:
+    """Raise UserError if an option does not apply to the layout."""
+    place = arguments.source
+    if arguments.only_classes and arguments.classes_from:
+        raise UserError(
+            "--only-classes numbers the classes in order of their names: remove --classes-from"
+        )
+    if arguments.only_classes and layout == "webdataset":
+        raise UserError(
+            f"--only-classes: {place} was read as webdataset tars, whose classes are not known"
+            " before they are read; set --layout if that is wrong"
+        )
+    for option in ("image_column", "label_column"):
+        if layout != "parquet" and getattr(arguments, option):
+            raise UserError(
+                f"--{option.replace('_', '-')}: {place} was read as {layout}, which has no columns;"
+                " remove the option, or set --layout if that is wrong"
+            )
+
+
+def _open_parquet(
+    arguments: argparse.Namespace,
+    place: Path,
+    selection: ImageSelection,
+    classes: Sequence[str] | None,
+    only: Sequence[str] | None,
+) -> tuple[ParquetSource, str]:
+    """Open Parquet files; return them with the origin of their labels."""
+    source = list_parquet(
+        place,
+        split=arguments.split,
+        selection=selection,
+        class_names=classes,
+        only=only,
+        image_column=arguments.image_column,
+        label_column=arguments.label_column,
+    )
+    check_made_for(selection, replace(source, selection=ImageSelection()).sha256)
+    if only is not None:
+        total = counted(len(source.columns.labels), "class", "classes")
+        say(f"{len(source.class_names)} of {total} are kept")
+    return source, f"column {source.columns.label}"
 
 
 def _open_files(
@@ -230,12 +283,16 @@ def _hash_split(layout: str, split: str) -> Split:
 
 
 def open_unlabelled(place: Path) -> ImageSource:
-    """Open a source without labels; of a labelled data set its test set."""
+    """Open a source without labels; of a data set with official splits its test set."""
     layout = find_layout(place)
     if layout in DATA_SETS:
         return DATA_SETS[layout].open(place, TEST, class_names=None)
     if layout == "webdataset":
         return list_tars(place, selection=ImageSelection())
+    if layout == "parquet":
+        official = official_splits(place)
+        part = next((each for each in (TEST, VALIDATION) if each in official), "all")
+        return list_parquet(place, split=part if len(official) > 1 else "all")
     if layout == "imagenet-validation":
         return flat_files(place)
     return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))
@@ -246,9 +303,11 @@ def find_layout(place: Path) -> str:
     if place.is_dir():
         return _folder_layout(place)
     if "{" in str(place) and not place.exists():
-        return "webdataset"
+        return "parquet" if place.suffix == ".parquet" else "webdataset"
     if not place.is_file():
         raise UserError(f"{place} does not exist: give a folder of images, or a tar")
+    if place.suffix == ".parquet":
+        return "parquet"
     _refuse_url_list(place)
     if not is_tar(place):
         raise UserError(
@@ -280,7 +339,13 @@ def _folder_layout(place: Path) -> str:
         return "imagenet-validation"
     if contents.tars:
         return _layout_of_tars(place, contents.tars)
-    if not contents.images and all(name.endswith(_URL_LISTS) for name in contents.others):
+    return "folder" if contents.images else _layout_without_images(place, contents)
+
+
+def _layout_without_images(place: Path, contents: Contents) -> str:
+    if contents.parquet_files:
+        return "parquet"
+    if all(name.endswith(_URL_LISTS) for name in contents.others):
         for name in contents.others:
             _refuse_url_list(place / name)
     return "folder"

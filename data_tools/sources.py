@@ -36,6 +36,7 @@ CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
 DUPLICATE = "duplicate name: the last one counts"
 UNREADABLE = "unreadable file"
+WRONG_LABEL = "label outside the list of classes"
 _NOT_REGULAR = "not a regular file"
 # Errors of a path that leads nowhere, and of one that never can be read.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)

@@ -32,6 +32,7 @@ from data_tools.sources import (
     MAX_FILE_BYTES,
     TOO_LARGE,
     UNREADABLE,
+    WRONG_LABEL,
     Refuse,
     SourceImage,
     SourcePart,
@@ -61,7 +62,6 @@ _MAX_LABEL_BYTES = 64
 _META = re.compile(r"__[^/]*__($|/)")
 _SECOND_IMAGE = "another image of its sample"
 _SECOND_NAME = "another file of its sample with this suffix"
-_WRONG_LABEL = "label outside the list of classes"
 
 
 class BrokenTarError(Exception):
@@ -318,7 +318,7 @@ class TarPart:
         if image.offset_data + image.size > os.fstat(file.fileno()).st_size:
             return CUT_OFF
         known = label is None or (label.isdecimal() and int(label) < self.num_classes)
-        return "" if known or label == "-1" else _WRONG_LABEL
+        return "" if known or label == "-1" else WRONG_LABEL
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,7 @@ def _local_tars(place: Path) -> list[Path]:
     if place.is_dir():
         paths = [place / name for name in Contents.of(place).tars]
     else:
-        paths = [Path(name) for name in _expanded(str(place))]
+        paths = [Path(name) for name in expanded(str(place))]
     if missing := [path for path in paths if not path.is_file()]:
         raise UserError(f"{missing[0]} does not exist")
     return paths
@@ -413,7 +413,7 @@ def _local_tars(place: Path) -> list[Path]:
 def _stored_tars(store: Store, pattern: str | None) -> tuple[tuple[Path, int], ...]:
     """Return names and sizes of the tars of a URL, all or those of a pattern."""
     if pattern is not None:
-        sizes = {name: store.size(name) for name in _expanded(pattern)}
+        sizes = {name: store.size(name) for name in expanded(pattern)}
     else:
         sizes = {name: size for name, size in store.sizes().items() if _is_named_tar(name)}
     return tuple((Path(name), sizes[name]) for name in sorted(sizes))
@@ -423,7 +423,7 @@ def _is_named_tar(name: str) -> bool:
     return name.lower().endswith(".tar") and not name.startswith(".")
 
 
-def _expanded(pattern: str) -> list[str]:
+def expanded(pattern: str) -> list[str]:
     """Return the names of a pattern with braces; a pattern without braces is a name."""
     if "{" not in pattern:
         return [pattern]

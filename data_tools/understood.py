@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from data_tools.parquet import ParquetSource
 from data_tools.sources import FileSource, ImageSource
 from data_tools.tars import TarSource, first_member, stated_counts
 from megavis.config.errors import UserError, counted
@@ -40,6 +41,9 @@ def summary(source: ImageSource, labels_from: str, *, by_suffix: bool) -> str:
 def _size(source: ImageSource, *, by_suffix: bool) -> str:
     if isinstance(source, TarSource):
         return counted(len(source.tars), "tar")
+    if isinstance(source, ParquetSource):
+        rows = counted(sum(rows for _, _, rows in source.files), "image")
+        return f"{rows} in {counted(len(source.files), 'Parquet file')}"
     assert isinstance(source, FileSource)
     files = [file for file in source.files if not by_suffix or has_image_suffix(file.name)]
     images = sum(not file.refused for file in files)

@@ -177,6 +177,11 @@ class Contents:
         """The names of tars that must be unpacked first."""
         return tuple(name for name in self.others if name.lower().endswith(COMPRESSED_TARS))
 
+    @property
+    def parquet_files(self) -> tuple[str, ...]:
+        """The names of Parquet files."""
+        return tuple(name for name in self.others if name.lower().endswith(".parquet"))
+
     @classmethod
     def of(cls, folder: Path) -> Contents:
         """List a folder. Raises UserError if it, or one in it, cannot be listed."""
@@ -201,11 +206,12 @@ def why_no_images(root: Path) -> str:
     if contents.compressed_tars:
         return f"{root / contents.compressed_tars[0]} is a compressed tar: unpack it first"
     for name in contents.other_folders:
-        tars = Contents.of(root / name).tars
-        if tars:
-            count = counted(len(tars), "tar")
-            return f"{root} has no images; its folder {name} has {count}: give {root / name}"
-    files = sum(1 for _ in walk_files(root))
-    if not files:
+        inner = Contents.of(root / name)
+        for files, kind in ((inner.tars, "tar"), (inner.parquet_files, "Parquet file")):
+            if files:
+                count = counted(len(files), kind)
+                return f"{root} has no images; its folder {name} has {count}: give {root / name}"
+    others = sum(1 for _ in walk_files(root))
+    if not others:
         return f"{root} is empty: give a folder of images"
-    return f"{root} has no images, only {counted(files, 'other file')}: give a folder of images"
+    return f"{root} has no images, only {counted(others, 'other file')}: give a folder of images"

@@ -264,9 +264,9 @@ def test_unsuitable_class_lists(layouts, tmp_path):
 
 
 def test_url_lists_are_refused(tmp_path):
-    for place in (tmp_path / "urls.parquet", tmp_path):
-        (tmp_path / "urls.parquet").write_bytes(b"PAR1")
-        with pytest.raises(UserError, match="--input_format parquet --url_col url"):
+    for place in (tmp_path / "urls.csv", tmp_path):
+        (tmp_path / "urls.csv").write_text("url\n")
+        with pytest.raises(UserError, match="--input_format csv --url_col url"):
             find_layout(place)
 
 
