@@ -345,6 +345,12 @@ def _folder_layout(place: Path) -> str:
 def _layout_without_images(place: Path, contents: Contents) -> str:
     if contents.parquet_files:
         return "parquet"
+    if any(name.endswith(".arrow") for name in contents.others):
+        raise UserError(
+            f"{place} holds Arrow files, as `save_to_disk` of the library `datasets` writes them:"
+            f" make it a Parquet file, with datasets.load_from_disk({str(place)!r})"
+            ".to_parquet('train.parquet')"
+        )
     if all(name.endswith(_URL_LISTS) for name in contents.others):
         for name in contents.others:
             _refuse_url_list(place / name)

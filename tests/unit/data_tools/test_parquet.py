@@ -298,3 +298,10 @@ def test_url_lists_are_refused(tmp_path):
         assert find_layout(place) == "parquet"
         with pytest.raises(UserError, match="only url; .*--input_format parquet --url_col url"):
             opened(place)
+
+
+def test_arrow_files_are_refused(tmp_path):
+    for name in ("data-00000-of-00001.arrow", "dataset_info.json", "state.json"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds Arrow files, .*load_from_disk.*\.to_parquet\('tr"):
+        opened(tmp_path)
