@@ -254,11 +254,7 @@ def list_parquet(
     image = _image_column(schema, image_column, paths[0])
     label, names = _label_column(schema, label_column, paths[0], known=class_names)
     for path, (each, _) in zip(paths, footers, strict=True):
-        lacking = [name for name in (image, label) if name and name not in each.names]
-        if lacking:
-            raise UserError(f"{path} has no column {lacking[0]!r}, unlike {paths[0].name}")
-        if _class_names(each).get(label, names) != names:
-            raise UserError(f"{path} names the classes of {label!r} unlike {paths[0].name}")
+        _check_alike(each, Columns(image, label), names, what=f"{path} and {paths[0].name}")
     if only is not None:
         if missing := sorted(set(only) - set(names)):
             raise UserError(
@@ -282,6 +278,15 @@ def list_parquet(
         tuple(name for name in schema.names if name not in (image, label)),
         {name or "no split": len(files) for name, files in found.items()},
     )
+
+
+def _check_alike(schema: Any, columns: Columns, names: Sequence[str], *, what: str) -> None:
+    """Raise UserError if a file lacks a column of the first, or names its classes otherwise."""
+    for column in (columns.image, columns.label):
+        if column and column not in schema.names:
+            raise UserError(f"{what} differ: only the second has a column {column!r}")
+    if _class_names(schema).get(columns.label, names) != names:
+        raise UserError(f"{what} differ in the names of the classes of {columns.label!r}")
 
 
 def _files(place: Path) -> list[Path]:
