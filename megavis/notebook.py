@@ -59,7 +59,7 @@ class Run:
         checkpoint: folder of the weights; None for fresh ones.
         step: optimizer steps of the weights; 0 for fresh ones.
         classes: names, by label, of the classes that it was trained to read or predict; empty if
-            there are none, for fresh weights, and for released ones.
+            there are none, for fresh weights, and for released ones without names.
         objective: the model.
         context: ranks and groups of this process.
         dtype: data type of the weights.

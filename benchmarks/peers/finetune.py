@@ -31,7 +31,8 @@ from megavis.data.loading.loader import Batch
 from megavis.papers.darl.config import DARLConfig
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.random import uniform
-from megavis.weights.vits import EPSILON, from_timm
+from megavis.weights.timm_folder import EPSILON
+from megavis.weights.vits import from_timm
 
 WEIGHT_DECAY, LAYER_DECAY, SMOOTHING = 0.05, 0.75, 0.1
 MIXUP, CUTMIX, EMA = 0.8, 1.0, 0.99

@@ -48,12 +48,12 @@ from megavis.weights.own_folder import (
 )
 from megavis.weights.released import SETTINGS, WEIGHTS
 from megavis.weights.tables import Table, count, ours_of, write_table
+from megavis.weights.timm_folder import timm_settings
 from megavis.weights.vit_mae import sines, vit_mae_settings, vit_mae_table
 from megavis.weights.vits import (
     TIMM,
     TRANSFORMERS,
     ViTNames,
-    timm_settings,
     transformers_settings,
     vit_sizes,
     vit_table,

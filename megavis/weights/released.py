@@ -119,6 +119,7 @@ class Released:
         ignored: regular expression of released names that have no place in the run.
         validates: the sections require `data.validation`.
         palette: to keep with the run, if any.
+        classes: names, by label, of the classes that it predicts, if the folder has them.
         note: a sentence about what differs from the released network, if anything does.
     """
 
@@ -131,6 +132,7 @@ class Released:
     ignored: str = "(?!)"
     validates: bool = False
     palette: Palette | None = None
+    classes: tuple[str, ...] = ()
     note: str = ""
 
     def config(self, run_folder: Path) -> RunConfig:
@@ -163,7 +165,7 @@ class Released:
         # A run stores nothing for derived tensors.
         weights = {name: tensor for name, tensor in found.items() if name in own}
         assert weights.keys() == own.keys(), "a table has a row for every tensor of the run"
-        write_run(run_folder, config, weights, palette=self.palette)
+        write_run(run_folder, config, weights, palette=self.palette, classes=self.classes)
         return sum(tensor.numel() for tensor in weights.values())
 
 
@@ -191,8 +193,10 @@ def write_run(
     *,
     palette: Palette | None = None,
     tokenizer: str | None = None,
+    classes: tuple[str, ...] = (),
+    trained: tuple[int, int] = (0, 0),
 ) -> None:
-    """Write a new run folder with a checkpoint of step 0.
+    """Write a new run folder with a checkpoint.
 
     Args:
         run_folder: the new folder.
@@ -200,6 +204,8 @@ def write_run(
         weights: unsharded parameters under megavis' names.
         palette: to keep with the run, if any.
         tokenizer: SHA-256 of the tokenizer that it was trained with; default: the palette's.
+        classes: names, by label, of the classes that it reads or predicts, if known.
+        trained: steps and images of its training with megavis.
     """
     run_folder.mkdir(parents=True)
     (run_folder / "config.yaml").write_text(dump_config(config))
@@ -207,7 +213,14 @@ def write_run(
         palette.save(run_folder / PALETTE_NAME)
     if tokenizer is None and palette is not None:
         tokenizer = palette.sha256
-    write_weights(run_folder, weights, seed=config.seed, tokenizer=tokenizer)
+    write_weights(
+        run_folder,
+        weights,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        classes=classes,
+        trained=trained,
+    )
 
 
 def import_own(source: Path, run_folder: Path) -> None:

@@ -29,16 +29,13 @@ from megavis.tokenizers.patches import (
 )
 from megavis.weights.released import (
     SETTINGS,
-    WEIGHTS,
     Released,
     ReleasedTensors,
     check_divides,
     check_fixed,
     check_sizes,
-    missing_file,
     read_hub_folder,
     read_json,
-    read_tensors,
 )
 from megavis.weights.tables import (
     Layout,
@@ -52,10 +49,7 @@ from megavis.weights.tables import (
     with_blank_row,
 )
 
-EPSILON = 1e-6
-"""Epsilon of the norms in timm's ViTs."""
 IMAGENET: Statistics = (CHANNEL_MEAN, CHANNEL_DEVIATION)
-_USUAL_HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -213,41 +207,6 @@ def from_timm(
     return read_table(table, tensors)
 
 
-def read_timm(args: argparse.Namespace) -> Released:
-    """Read a folder written by timm's `save_for_hf`; `config.json` may be missing.
-
-    `--heads` gives the attention heads, by default width / 64, as in timm's standard ViTs except
-    the huge ones (16).
-
-    Raises:
-        UserError: the folder does not contain a plain ViT with a class token.
-    """
-    weights, path = args.source / WEIGHTS, args.source / SETTINGS
-    if not weights.exists():
-        raise missing_file(weights, "save the model with timm.models.save_for_hf")
-    model = "a plain ViT with a class token"
-    tensors = ReleasedTensors(read_tensors(weights), source=args.source, model=model)
-    pretrained = read_json(path).get("pretrained_cfg", {}) if path.exists() else {}
-    width, cells = len(tensors["norm.weight"]), tensors["pos_embed"].shape[1] - 1
-    heads = args.heads or max(1, width // _USUAL_HEAD)
-    if width % heads:
-        raise UserError(f"a width of {width} is not divisible by {heads} heads; pass --heads")
-    if round(cells**0.5) ** 2 != cells:
-        raise UserError(f"{cells} positions after that of the class token are not a square grid")
-    patch_size = tensors["patch_embed.proj.weight"].shape[-1]
-    settings = {
-        "num_hidden_layers": count(tensors, TIMM.blocks),
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": len(tensors["blocks.0.mlp.fc1.weight"]),
-        "layer_norm_eps": EPSILON,
-        "patch_size": patch_size,
-        "image_size": patch_size * round(cells**0.5),
-    }
-    mean, deviation = pretrained.get("mean", CHANNEL_MEAN), pretrained.get("std", CHANNEL_DEVIATION)
-    return _released(tensors, settings, TIMM, "", (mean, deviation))
-
-
 def read_vit(args: argparse.Namespace) -> Released:
     """Read a ViT folder of transformers; raises UserError where it is none."""
     settings, tensors = read_hub_folder(
@@ -255,17 +214,51 @@ def read_vit(args: argparse.Namespace) -> Released:
     )
     check_vit_settings(args.source / SETTINGS, settings)
     prefix = "vit." if any(name.startswith("vit.") for name in tensors) else ""
-    return _released(tensors, settings, TRANSFORMERS, prefix, read_statistics(args.source))
+    return vit_run(
+        tensors,
+        settings,
+        TRANSFORMERS,
+        prefix=prefix,
+        statistics=read_statistics(args.source),
+        classes=class_names(settings.get("id2label")),
+    )
 
 
-def _released(
+def class_names(stored: Any) -> tuple[str, ...]:
+    """Return the names of classes that a folder lists, or maps from their numbers.
+
+    Empty if it names none, or only numbers them, as transformers does by default.
+    """
+    if isinstance(stored, dict):
+        numbers = [str(number) for number in range(len(stored))]
+        stored = [stored[key] for key in numbers] if set(stored) == set(numbers) else ()
+    if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+        return ()
+    are_numbers = all(re.fullmatch(r"(LABEL_|class )\d+", name) for name in stored)
+    return () if are_numbers else tuple(stored)
+
+
+def vit_run(
     tensors: ReleasedTensors,
     settings: Mapping[str, Any],
     names: ViTNames,
-    prefix: str,
+    *,
+    prefix: str = "",
     statistics: Statistics,
+    read_out: Any = "first",
+    classes: tuple[str, ...] = (),
 ) -> Released:
-    """Return the run of a ViT; `settings` are in the words of transformers."""
+    """Return the run of a ViT.
+
+    Args:
+        tensors: as released; a classifier of zeros is added if there is none.
+        settings: sizes in the words of transformers.
+        names: the library's.
+        prefix: as for `vit_table`.
+        statistics: by which its pixels in [0, 1] are standardised.
+        read_out: what its classifier reads, as `finetune.read_out`.
+        classes: their names by label, which are not used unless there is one for each.
+    """
     classifier = tensors.get(f"{names.classifier}.weight")
     if classifier is None:
         # A run has a classifier; this one starts at zero.
@@ -294,12 +287,13 @@ def _released(
             "finetune": FinetuneConfig(
                 num_classes=len(tensors[f"{names.classifier}.weight"]),
                 visibility="full",
-                read_out="first",
+                read_out=read_out,
             ),
         },
         # Used for a pooled output, and for masked pre-training.
         ignored=r"(vit\.)?(pooler\.|embeddings\.mask_token$)|decoder\.0\.",
         validates=True,
+        classes=classes if classifier is not None and len(classes) == len(classifier) else (),
     )
 
 
@@ -346,44 +340,6 @@ def transformers_settings(sizes: Mapping[str, Any], classes: Sequence[str]) -> d
     return settings
 
 
-def timm_settings(sizes: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the `config.json` for `timm.create_model("local-dir:DIR")`.
-
-    Raises UserError if the norms have another epsilon than timm's ViTs.
-    """
-    num_classes = len(classes)
-    epsilon, side, width = sizes["layer_norm_eps"], sizes["image_size"], sizes["hidden_size"]
-    if epsilon != EPSILON:
-        raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {epsilon}")
-    return {
-        # One name for all sizes: `model_args` override the architecture's.
-        "architecture": "vit_base_patch16_224",
-        "num_classes": num_classes,
-        **({"label_names": list(classes)} if classes else {}),
-        "num_features": width,
-        "global_pool": "token",
-        "model_args": {
-            "img_size": side,
-            "patch_size": sizes["patch_size"],
-            "embed_dim": width,
-            "depth": sizes["num_hidden_layers"],
-            "num_heads": sizes["num_attention_heads"],
-            "mlp_ratio": sizes["intermediate_size"] / width,
-        },
-        "pretrained_cfg": {
-            "num_classes": num_classes,
-            "input_size": [3, side, side],
-            "fixed_input_size": True,
-            "interpolation": "bicubic",
-            "crop_pct": 1.0,
-            "mean": list(CHANNEL_MEAN),
-            "std": list(CHANNEL_DEVIATION),
-            "first_conv": TIMM.patches,
-            "classifier": TIMM.classifier,
-        },
-    }
-
-
 _SIZES = (
     "hidden_size",
     "num_hidden_layers",
@@ -425,12 +381,7 @@ def read_statistics(folder: Path) -> Statistics:
     found = read_json(path)
     half = [0.5] * 3  # What transformers' ViTImageProcessor has by default.
     mean, deviation = found.get("image_mean", half), found.get("image_std", half)
-    for key, values in (("image_mean", mean), ("image_std", deviation)):
-        is_list = isinstance(values, list) and len(values) == 3
-        if not is_list or not all(isinstance(value, float | int) for value in values):
-            raise UserError(f"{path}: {key} is {values!r}, not three numbers")
-    if min(deviation) <= 0:
-        raise UserError(f"{path}: image_std is {deviation!r}; it must be positive")
+    check_statistics(path, image_mean=mean, image_std=deviation)
     if not found.get("do_normalize", True):
         mean, deviation = [0.0] * 3, [1.0] * 3
     factor = found.get("rescale_factor", 1 / 255) if found.get("do_rescale", True) else 1.0
@@ -438,3 +389,17 @@ def read_statistics(folder: Path) -> Statistics:
         raise UserError(f"{path}: rescale_factor is {factor!r}, not a positive number")
     scale = 255 * factor
     return tuple(v / scale for v in mean), tuple(v / scale for v in deviation)
+
+
+def check_statistics(path: Path, **statistics: Any) -> None:
+    """Check the mean and then the deviation of pixels, by their keys in the file at `path`.
+
+    Raises:
+        UserError: one of them is not three numbers, or a deviation is not positive.
+    """
+    for key, values in statistics.items():
+        is_triple = isinstance(values, list | tuple) and len(values) == 3
+        if not is_triple or not all(isinstance(value, float | int) for value in values):
+            raise UserError(f"{path}: {key} is {values!r}, not three numbers")
+    if min(values) <= 0:
+        raise UserError(f"{path}: {key} is {values!r}; it must be positive")

@@ -130,7 +130,7 @@ class CheckpointManifest(_Part):
     """SHA-256 of the training data, `Manifest.content`; none for released weights."""
     classes: tuple[str, ...] = ()
     """Names, by label, of the classes that the network reads or predicts; empty if there are none,
-    and for released weights."""
+    and for released weights that do not name them."""
     layout: dict[str, int]
     """Layout of the job that saved it; informational, not needed for loading."""
     files: dict[str, StoredFile]

@@ -323,26 +323,42 @@ def _of_file(
 
 
 def write_weights(
-    run_folder: Path, weights: Mapping[str, Tensor], *, seed: int, tokenizer: str | None
+    run_folder: Path,
+    weights: Mapping[str, Tensor],
+    *,
+    seed: int,
+    tokenizer: str | None,
+    classes: tuple[str, ...] = (),
+    trained: tuple[int, int] = (0, 0),
 ) -> Path:
-    """Write a checkpoint of step 0 with float32 weights only, without optimizer states.
+    """Write a checkpoint with float32 weights only, without optimizer states.
 
-    The run must have no checkpoint of that step; `tokenizer` is the SHA-256 of its palette, if any.
+    The run must have no checkpoint of that step.
+
+    Args:
+        run_folder: the run.
+        weights: by parameter name.
+        seed: of the run.
+        tokenizer: SHA-256 of its palette or tokenizer, if any.
+        classes: names, by label, of the classes that it reads or predicts, if known.
+        trained: steps and images that it was trained for.
     """
-    partial, name = partial_folder(run_folder, 0), "weights.safetensors"
+    (step, samples), name = trained, "weights.safetensors"
+    partial = partial_folder(run_folder, step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     keyed = {f"weight/{key}": tensor for key, tensor in weights.items()}
     stored = write_tensors(partial / name, keyed)
     manifest = CheckpointManifest(
-        step=0,
-        samples_seen=0,
+        step=step,
+        samples_seen=samples,
         optimizer_step=0,
         seed=seed,
         tokenizer=tokenizer,
+        classes=classes,
         layout={},
         files={name: stored},
         tensors={key: LogicalTensor.whole(t.shape, name, key) for key, t in sorted(keyed.items())},
     )
     write_manifest(partial, manifest)
-    return publish(run_folder, 0)
+    return publish(run_folder, step)

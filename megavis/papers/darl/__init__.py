@@ -17,21 +17,19 @@ FIGURES = (
     ),
 )
 
-_RUN = "megavis.weights.vits:"
-
 IMPORTS = (
     ImportSpec(
         "timm",
         help="a Vision Transformer with a class token as saved by timm's save_for_hf"
         " (model.safetensors and config.json); the run can be fine-tuned",
-        read=_RUN + "read_timm",
+        read="megavis.weights.timm_folder:read_timm",
         options=(HEADS,),
         model_types=("timm",),
     ),
     ImportSpec(
         "vit",
         help="a ViT folder as transformers saves it",
-        read=_RUN + "read_vit",
+        read="megavis.weights.vits:read_vit",
         model_types=("vit",),
     ),
 )

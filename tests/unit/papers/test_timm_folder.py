@@ -14,7 +14,8 @@ from tiny import VIT, tiny
 from megavis.config.errors import UserError
 from megavis.tokenizers.patches import standardize
 from megavis.weights.tables import read_table
-from megavis.weights.vits import from_timm, read_timm
+from megavis.weights.timm_folder import read_timm
+from megavis.weights.vits import from_timm
 
 pytestmark = pytest.mark.once
 
@@ -137,7 +138,9 @@ def test_sizes_are_read_from_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"blocks.0.ls1.gamma": torch.zeros(32)}, "blocks.0.ls1.gamma does not belong"),
+        ({"blocks.0.ls1.gamma": torch.zeros(32)}, r"has layer scale \(blocks.0.ls1.gamma\); only"),
+        ({"blocks.0.ls3.gamma": torch.zeros(32)}, "blocks.0.ls3.gamma does not belong"),
+        ({"reg_token": torch.zeros(1, 4, 32)}, r"has register tokens \(reg_token\); only a plain"),
         ({"cls_token": None}, "have no cls_token"),
         ({"blocks.1.mlp.fc2.bias": None}, "have no blocks.1.mlp.fc2.bias"),
         ({"pos_embed": torch.zeros(1, 9, 32)}, "8 positions after that of the class token"),
@@ -148,6 +151,59 @@ def test_unsupported_networks_are_refused(tmp_path, change, message):
     folder = write_folder(tmp_path / "vit", tensors)
     with pytest.raises(UserError, match=message):
         read_folder(folder).write(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [
+        ({"model_args": {"num_heads": 4, "embed_dim": 32, "depth": 2}}, 4),
+        ({"architecture": "vit_huge_patch14_224"}, 16),
+        ({"architecture": "test_vit"}, 2),
+        ({}, 1),
+    ],
+)
+def test_heads_are_those_of_the_folder(tmp_path, settings, heads):
+    folder = write_folder(tmp_path / "vit", random_tensors(), settings)
+    assert read_folder(folder).sections["model"].num_attention_heads == heads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 4}, "--heads 2: .* says 4; leave the option out"),
+        ({"num_heads": "4"}, "num_heads is '4', not a positive integer"),
+        ({"embed_dim": 64}, "embed_dim is 64, and the weights have 32"),
+        ({"depth": 3}, "depth is 3, and the weights have 2"),
+        ({"act_layer": "quick_gelu"}, "act_layer is 'quick_gelu'; only 'gelu' can be imported"),
+        ({"class_token": False}, "class_token is False; only True"),
+        ({"mlp_layer": "swiglu"}, "mlp_layer is 'swiglu'; such a ViT has other layers"),
+        ({"global_pool": "avg"}, "global_pool is 'avg' with fc_norm None; only 'token' can be"),
+        ({"global_pool": "avg", "fc_norm": False}, "global_pool is 'avg' with fc_norm False"),
+        ({"fc_norm": True}, "global_pool is 'token' with fc_norm True"),
+        ([], None),
+        ({"act_layer": "gelu", "qkv_bias": True, "init_values": None, "drop_rate": 0.1}, None),
+    ],
+)
+def test_arguments_that_change_the_network_are_refused(tmp_path, arguments, message):
+    folder = write_folder(tmp_path / "vit", random_tensors(), {"model_args": arguments})
+    if message is None:
+        assert read_folder(folder, heads=2).sections["model"].num_attention_heads == 2
+        return
+    with pytest.raises(UserError, match=message):
+        read_folder(folder, heads=2)
+
+
+def test_a_pool_at_the_top_counts_and_classes_have_names(tmp_path):
+    settings = {"label_names": list("abcde"), "pretrained_cfg": {"mean": [0.5] * 2}}
+    folder = write_folder(tmp_path / "vit", random_tensors(), settings)
+    with pytest.raises(UserError, match=r"mean is \[0.5, 0.5\], not three numbers"):
+        read_folder(folder)
+    del settings["pretrained_cfg"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert read_folder(folder).classes == tuple("abcde")
+    (folder / "config.json").write_text(json.dumps({**settings, "global_pool": "max"}))
+    with pytest.raises(UserError, match="global_pool is 'max'"):
+        read_folder(folder)
 
 
 def test_an_empty_folder_is_refused(tmp_path):
