@@ -26,6 +26,7 @@ from megavis.composition.reader import Reader
 from megavis.composition.tokens import Patches
 from megavis.config.errors import UserError
 from megavis.config.load import exported_names
+from megavis.config.schema import FinetuneConfig, ModelConfig
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.grammar import words
 from megavis.notebook import Run
@@ -59,7 +60,11 @@ from megavis.weights.vits import (
     vit_table,
 )
 
-_DENSE_TASKS = {"segments": "image-segmentation", "instances": "object-detection"}
+_TASKS = {
+    "classes": "image-classification",
+    "segments": "image-segmentation",
+    "instances": "object-detection",
+}
 """The Hub's name for each `finetune.task`."""
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 _CONTENT = "embedding.content"
@@ -105,7 +110,8 @@ def write_timm(run: Run, folder: Path) -> Exported:
     weights = read_weights(step_folder(run.folder, run.step))
     try:
         vit = as_vit(run, weights)
-        settings = timm_settings(_sizes(run, vit), _classes(run, vit))
+        read_out = run.config.finetune.read_out if run.config.finetune else "first"
+        settings = timm_settings(_sizes(run, vit), _classes(run, vit), read_out=read_out)
     except UserError as error:
         raise UserError(f"--to timm: {error}") from None
     _write_files(folder, settings, write_table(_vit_rows(run, vit, TIMM), vit), None)
@@ -141,6 +147,12 @@ def _written(
 
 def _transformers_vit(run: Run, weights: Mapping[str, Tensor]) -> Converted:
     vit = as_vit(run, weights)
+    tuned = run.config.finetune
+    if tuned is not None and tuned.read_out != "first":
+        raise UserError(
+            "ViTForImageClassification reads classes from the class token; finetune.read_out is"
+            f" {tuned.read_out}"
+        )
     classes = _classes(run, vit)
     settings = transformers_settings(_sizes(run, vit), classes)
     return settings, write_table(_vit_rows(run, vit, TRANSFORMERS, "vit." * bool(classes)), vit)
@@ -285,10 +297,8 @@ def _write_card(
     config = run.config
     makes_images = config.finetune is None and config.objective.cannot_generate(config) is None
     task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
-    if classifies(run):
-        task = "image-classification"
-    elif config.finetune is not None:
-        task = _DENSE_TASKS.get(config.finetune.task, task)
+    if config.finetune is not None:
+        task = _TASKS[config.finetune.task]
     text = model_card(run, weights, library=library, task=task, use=use, limits=limits)
     (folder / CARD).write_text(text, encoding="utf-8")
 
@@ -307,7 +317,7 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     assert isinstance(reader, Reader)
     norm = norm_name(run.inference)
     renamed = {"head.norm": norm, _CONTENT: _CONTENT}
-    if classifies(run):
+    if run.config.finetune is not None:
         layer = "classifier.linear"
         renamed[f"head.{layer}"] = f"{norm.rpartition('.')[0]}.{layer}"
     vit = {
@@ -320,21 +330,11 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return vit
 
 
-def classifies(run: Run) -> bool:
-    """Return True if the run computes class logits from the class token, like a ViT."""
-    tuned = run.config.finetune
-    if tuned is None or tuned.task != "classes":
-        return False
-    if tuned.read_out != "first" or max(tuned.concatenate, tuned.average) > 1:
-        return False
-    return not (tuned.linear_evaluation and tuned.standardize)
-
-
 def _vit_of(run: Run) -> Model:
     """Return the model of a run; raise UserError if it is not a ViT."""
     model, sizes, tuned = composition_of(run), run.config.model, run.config.finetune
-    if tuned is not None and tuned.task != "classes":
-        raise UserError(f"a ViT gives features or classes, and this run finds {tuned.task}")
+    if tuned is not None:
+        _check_classifier(tuned, sizes)
     if not isinstance(model.reads, Patches):
         raise UserError("a ViT reads patches of pixels, which this run does not")
     if model.reads.embedding_norm:
@@ -353,6 +353,28 @@ def _vit_of(run: Run) -> Model:
     if tuned is not None and not sees_all:
         raise UserError("a ViT has full attention; finetune.visibility is not full")
     return model
+
+
+def _check_classifier(tuned: FinetuneConfig, sizes: ModelConfig) -> None:
+    """Raise UserError if a ViT's classifier reads other features than a fine-tuned run's."""
+    if tuned.task != "classes":
+        raise UserError(f"a ViT gives features or classes, and this run finds {tuned.task}")
+    if tuned.read_out not in ("first", "mean"):
+        raise UserError(
+            "a ViT reads classes from the class token, or the mean of all tokens;"
+            f" finetune.read_out is {tuned.read_out}"
+        )
+    if sizes.features != "norms" or tuned.layer not in (None, sizes.num_layers):
+        raise UserError(
+            "a ViT reads classes from the last norm; finetune.layer or model.features chooses"
+            " other features"
+        )
+    if max(tuned.concatenate, tuned.average) > 1:
+        raise UserError(
+            "a ViT reads classes from one layer; finetune.concatenate or average joins several"
+        )
+    if tuned.linear_evaluation and tuned.standardize:
+        raise UserError("a ViT does not standardise features; finetune.standardize is true")
 
 
 def _check_norms(model: Model) -> None:

@@ -55,6 +55,13 @@ CASES = {
         finetune=TUNED,
         training={"validate_every": 1},
     ),
+    "mean_timm": tiny(
+        "{name: mp3, patch_size: 4}",
+        model={**VIT, "num_attention_heads": 4},
+        validates=True,
+        finetune={**TUNED, "read_out": "mean"},
+        training={"validate_every": 1},
+    ),
     "rotary_own": tiny("{name: darl, patch_size: 4, decoder: linear}", model=VIT),
     "givt_own": tiny("{name: givt}", data={"image_size": 32}),
     "aim_own": tiny(
@@ -90,7 +97,7 @@ def inputs_and_outputs(name, run):
     pixels = {"inputs": standardize(images).permute(0, 3, 1, 2).contiguous()}
     if name == "mae":
         return {**pixels, **hidden_patches(run, images)}
-    tuned = name.startswith("tuned")
+    tuned = run.config.finetune is not None
     return {
         **pixels,
         "expected": run.outputs(images) if tuned else full_attention_tokens(run, images),
@@ -146,7 +153,9 @@ def test_exports_match_without_megavis(folders, build_paper, capsys):
     assert set(found) == set(CASES)
 
 
-@pytest.mark.parametrize("name", ["igpt", "mae", "darl", "gvp", "tuned", "mp3_timm", "givt_own"])
+@pytest.mark.parametrize(
+    "name", ["igpt", "mae", "darl", "gvp", "tuned", "mp3_timm", "mean_timm", "givt_own"]
+)
 def test_export_import_round_trip(folders, build_paper, name, capsys):
     run = make_run(folders / f"{name}-first", CASES[name], build_paper)
     out, back = folders / f"{name}-out", folders / f"{name}-back"
@@ -170,6 +179,38 @@ def test_export_import_round_trip(folders, build_paper, name, capsys):
         added = {key.partition(".")[0] for key in found.keys() - expected.keys()}
         assert added <= {"classifier", "head"}
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "form", "sentence"),
+    [
+        ({"read_out": "mean"}, "huggingface", "from the class token; finetune.read_out is mean"),
+        ({"read_out": "last"}, "timm", "the mean of all tokens; finetune.read_out is last"),
+        ({"layer": 1}, "timm", "from the last norm; finetune.layer or model.features chooses"),
+        ({"linear_evaluation": True}, "timm", "finetune.standardize is true"),
+        ({"linear_evaluation": True, "average": 2}, "timm", "finetune.concatenate or average"),
+    ],
+)
+def test_a_classifier_is_never_left_out(tmp_path, build_paper, capsys, changed, form, sentence):
+    """What neither library's classifier computes is a folder of megavis, or refused."""
+    text = tiny(
+        "{name: mp3, patch_size: 4}",
+        model=VIT,
+        validates=True,
+        finetune={**TUNED, **changed},
+        training={"validate_every": 1},
+    )
+    run, out = make_run(tmp_path / "run", text, build_paper), tmp_path / "out"
+    code = main(["export", str(run.folder), "--to", form, str(out)])
+    if form == "timm":
+        assert code == 2
+        assert sentence in capsys.readouterr().err
+        return
+    card = (out / "README.md").read_text()
+    assert sentence in card
+    assert "pipeline_tag: image-classification" in card
+    images = photographs(2, 16)
+    assert torch.equal(megavis.load(out, device="cpu").outputs(images), run.outputs(images))
 
 
 def test_exported_classifiers_name_their_classes(folders, build_paper):
