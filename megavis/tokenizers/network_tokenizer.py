@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import file_damage, read_manifest
-from megavis.checkpoint.format.tensor_files import load_tensors
+from megavis.checkpoint.format.tensor_files import load_tensors, require_readable
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError, describe_os_error
 from megavis.data.codecs.label_maps import TargetKind
@@ -247,11 +247,14 @@ def read_weights_file(
     try:
         if str(path).endswith(".safetensors"):
             return load_tensors(Path(path))
+        require_readable(Path(path))
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
         parts = (content[key] for key in inside if content.get(key) is not None)
         found = next(parts, content)
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    except UserError:
+        raise
     except PermissionError as error:
         raise UserError(describe_os_error(error)) from None
     except pickle.UnpicklingError:

@@ -7,6 +7,7 @@ all stands here: opening the files, one check of names and shapes, and writing t
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from megavis.checkpoint.format.folder import chosen_checkpoint
-from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.format.tensor_files import load_tensors
+from megavis.checkpoint.format.folder import chosen_checkpoint, latest_checkpoint
+from megavis.checkpoint.format.manifest import file_damage, read_manifest
+from megavis.checkpoint.format.tensor_files import load_tensors, require_readable
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.save import write_weights
 from megavis.config.errors import UserError, describe_os_error
-from megavis.config.load import dump_config, load_config, tokenizers_inside, with_tokenizers
+from megavis.config.load import dump_config, exported_names, load_config, with_tokenizers
 from megavis.config.schema import ObjectiveConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.section import DataConfig
 from megavis.data.format.files import copy_folder
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, current_context, open_virtual_context
-from megavis.tokenizers.network_tokenizer import read_weights_file
+from megavis.tokenizers.network_tokenizer import open_tokenizer, read_weights_file
 from megavis.tokenizers.palette import Palette
 from megavis.weights.tables import Table, read_table, write_table
 
@@ -224,19 +224,54 @@ def write_run(
 
 
 def import_own(source: Path, run_folder: Path) -> None:
-    """Write a run folder from a folder that `megavis export` wrote, with its tokenizers."""
-    checkpoint = chosen_checkpoint(source)
+    """Write a run folder from a folder that `megavis export` wrote, with its tokenizers.
+
+    Raises UserError if a file is missing, or has changed since it was written.
+    """
+    checkpoint = _whole_checkpoint(source)
     names = {"name": run_folder.name, "output": str(run_folder.parent)}
     config = load_config(source / "config.yaml").config.model_copy(update=names)
-    inside = tokenizers_inside(config, source)
+    inside = list(exported_names(config))
+    for name in inside:
+        _whole_checkpoint(source / name)
+        open_tokenizer(source / name)
     # In the config of a run that is trained further, paths are relative to where the command runs.
     config = with_tokenizers(config, {name: str(run_folder / name) for name in inside})
-    palette = source / PALETTE_NAME
+    manifest, palette = read_manifest(checkpoint), source / PALETTE_NAME
     colors = Palette.load(palette) if palette.exists() else None
-    tokenizer, weights = read_manifest(checkpoint).tokenizer, read_weights(checkpoint)
-    write_run(run_folder, config, weights, palette=colors, tokenizer=tokenizer)
+    if colors is not None and manifest.tokenizer not in (None, colors.sha256):
+        raise UserError(f"{palette}: not the palette that the weights were trained with; {_AGAIN}")
+    write_run(
+        run_folder,
+        config,
+        read_weights(checkpoint),
+        palette=colors,
+        tokenizer=manifest.tokenizer,
+        classes=manifest.classes,
+        trained=(manifest.step, manifest.samples_seen),
+    )
     for name in inside:
         copy_folder(source / name, run_folder / name)
+
+
+_AGAIN = "export the run, or download the folder, again"
+
+
+def _whole_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint of an exported folder; raise UserError unless its files are whole."""
+    if not (folder / "config.yaml").exists():
+        raise missing_file(folder / "config.yaml", _AGAIN)
+    if latest_checkpoint(folder) is None:
+        raise missing_file(folder / "checkpoints" / "latest", _AGAIN)
+    checkpoint = chosen_checkpoint(folder)
+    for name, stored in read_manifest(checkpoint).files.items():
+        # Weights are at the top of the folder, which a checkpoint names relative to itself.
+        path = Path(os.path.normpath(checkpoint / name))
+        if path.exists():
+            require_readable(path)
+        if damage := file_damage(path, stored):
+            raise UserError(f"{damage}; {_AGAIN}")
+    return checkpoint
 
 
 def read_hub_folder(
@@ -317,8 +352,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         stored = load_tensors(path)
     except OSError as error:
         raise UserError(describe_os_error(error)) from None
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a whole safetensors file ({error})") from None
     return {
         name: tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in stored.items()
@@ -332,6 +365,7 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
         UserError: the file is missing or is not such an archive; pickled arrays are not opened.
     """
     try:
+        require_readable(path)
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError("it holds a single array")
@@ -341,8 +375,15 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
                 name.removeprefix("params/"): torch.from_numpy(np.array(archive[name], np.float32))
                 for name in inner or archive.files
             }
+    except UserError:
+        raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is not an .npz file of arrays: {error}") from None
+        # NumPy takes any other content for pickled objects, and advises to open them.
+        is_pickled = "pickle" in str(error)
+        reason = (
+            "it holds other content, and pickled objects are not opened" if is_pickled else error
+        )
+        raise UserError(f"{path} is not an .npz file of arrays: {reason}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """An export of a run with a tokenizer opens where neither of the two runs exists."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +84,45 @@ def test_export_without_its_tokenizer_is_refused(exported, tmp_path, capsys):
         close_context()
     assert "runs/gone is not a run folder" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
+
+
+def copy_of(folder, target):
+    shutil.copytree(folder, target)
+    return target
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", ["", "tokenizer"])
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "; it was truncated; export"),
+        (flip, "its SHA-256 differs from the manifest, so it has changed since it was saved"),
+        (lambda path: path.unlink(), "model.safetensors: missing, although the checkpoint's"),
+        (
+            lambda path: path.write_bytes(POINTER),
+            "model.safetensors: a pointer of Git LFS in place",
+        ),
+        (lambda path: (path.parent / "config.yaml").unlink(), "config.yaml: missing; the folder"),
+        (lambda path: shutil.rmtree(path.parent), "givt"),
+        (lambda path: shutil.rmtree(path.parent / "checkpoints"), "checkpoints: no such folder"),
+    ],
+)
+def test_damaged_folders_are_not_imported(exported, tmp_path, capsys, part, damage, sentence):
+    folder = copy_of(exported[0], tmp_path / "givt")
+    damage(folder / part / "model.safetensors")
+    assert main(["import", "huggingface", str(folder), str(tmp_path / "run")]) == 2
+    message = capsys.readouterr().err
+    assert sentence in message
+    assert str(folder / part) in message
+    assert ".." not in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "run").exists()

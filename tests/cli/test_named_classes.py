@@ -1,12 +1,19 @@
 """A run knows its classes by name: for sampling, and in comparison with other images."""
 
+import shutil
+
 import pytest
 from shard_folder import with_classes
 
 import megavis
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.cli import main
 from megavis.commands.opening import job_closed
+from megavis.config.load import load_config
 from megavis.data.loading.dataset import ShardDataset
+from megavis.weights.released import write_run
 
 pytestmark = pytest.mark.once
 
@@ -87,6 +94,31 @@ def test_exported_runs_keep_the_names(folder, names):
     assert main(["export", str(folder / "runs" / "named"), "--to", "huggingface", str(out)]) == 0
     with job_closed():
         assert megavis.load(out, device="cpu").classes == names
+
+
+def test_imports_of_exports_keep_names_and_step(folder, names):
+    run, out, again = (folder / each for each in ("runs/named", "shared", "again"))
+    assert main(["export", str(run), "--to", "huggingface", str(out)]) == 0
+    assert main(["import", "huggingface", str(out), str(again)]) == 0
+    with job_closed():
+        assert megavis.load(again, device="cpu").classes == names
+    first, second = (read_manifest(latest_checkpoint(each)) for each in (run, again))
+    assert (second.step, second.samples_seen) == (first.step, first.samples_seen) == (4, 32)
+
+
+def test_released_weights_may_name_classes_in_other_words(shards, folder, names, capsys):
+    config = load_config(folder / "runs" / "named" / "config.yaml").config
+    weights = read_weights(latest_checkpoint(folder / "runs" / "named"))
+    words = ["--prefix", "0.5", "--device", "cpu", "--images", str(shards / "validation")]
+    for place, classes, code in (
+        ("foreign", tuple(f"n{number}" for number in range(12)), 0),
+        ("swapped", names[::-1], 2),
+    ):
+        run, out = folder / place, ["--out", str(folder / f"{place}.png")]
+        write_run(run, config, weights, classes=classes)
+        shutil.copy(folder / "runs" / "named" / "palette.npy", run)
+        assert main(["sample", str(run), *words, *out]) == code
+    assert "numbers its classes differently" in capsys.readouterr().err
 
 
 def test_images_may_lack_the_last_classes(shards, folder, names, capsys):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from megavis.config.errors import UserError
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def save_tensors(
@@ -17,37 +24,63 @@ def save_tensors(
 ) -> None:
     """Write contiguous tensors as a new file, with the permissions that the umask gives.
 
-    Raises:
-        OSError, SafetensorError: the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     path.unlink(missing_ok=True)
     # Take the mode of a new file: reading the umask would briefly change it for all threads.
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    try:
+        save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        # The library wraps the system's errors, such as that of a full disk.
+        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
     # safetensors writes a temporary file that only its owner may read, and renames it.
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file, on the CPU.
-
-    Raises:
-        OSError: the file cannot be read.
-        SafetensorError: it is damaged.
-    """
+    """Return all tensors of a file, on the CPU; raises as `open_tensors`."""
     require_readable(path)
-    return load_file(path)
+    with _damage_named(path):
+        return load_file(path)
 
 
 def open_tensors(path: Path) -> Any:
-    """Open a file as `safetensors.safe_open` does; raises as `load_tensors`."""
+    """Open a file as `safetensors.safe_open` does.
+
+    Raises:
+        OSError: the file cannot be read.
+        UserError: it is damaged, or a pointer of Git LFS.
+    """
     require_readable(path)
-    return safe_open(path, framework="pt")
+    with _damage_named(path):
+        return safe_open(path, framework="pt")
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a whole safetensors file ({error})") from None
 
 
 def require_readable(path: Path) -> None:
-    """Raise OSError if a file cannot be read, which safetensors reports as a missing file."""
-    with path.open("rb"):
-        pass
+    """Check that a file can be read, and that a clone of its repository has fetched it.
+
+    Raises:
+        OSError: it cannot be read, which safetensors reports as a missing file.
+        UserError: it is a pointer of Git LFS.
+    """
+    with path.open("rb") as file:
+        is_pointer = file.read(len(_POINTER)) == _POINTER
+    if is_pointer:
+        raise UserError(
+            f"{path}: a pointer of Git LFS in place of the file; fetch it with `git lfs pull`, or"
+            " the folder with `hf download`"
+        )

@@ -212,7 +212,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     """Write a safetensors file, flush it, read it back, and return its size and hash.
 
     The header has a CRC-32 of each tensor, to find the damaged one in a damaged file. Raises
-    OSError or SafetensorError if the file cannot be written, or not be read back as written.
+    OSError or UserError if the file cannot be written, or not be read back as written.
     """
     checksums = {key: _checksum(tensor) for key, tensor in tensors.items()}
     # In one metadata entry: safetensors writes several in varying order, and equal tensors must
@@ -254,7 +254,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
         data_size: data-parallel size of the target layout; tensors are spread over its processes.
 
     Raises:
-        UserError: the target exists, or a tensor is not divisible.
+        OSError, UserError: the target exists or cannot be written, or a tensor is not divisible.
     """
     manifest = read_manifest(source)
     target = step_folder(run_folder, manifest.step)
