@@ -27,6 +27,7 @@ from megavis.config.arguments import (
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
     GIVEN_UP_EXIT_CODE,
+    NO_ROOM,
     NOT_ALLOWED,
     CorruptionError,
     GivenUpError,
@@ -36,6 +37,7 @@ from megavis.config.errors import (
 )
 from megavis.parallel.launch import read_launch
 
+_REFUSED = (*NOT_ALLOWED, *NO_ROOM)
 _TRAINING = ("train", "finetune", "search-lr", "sweep")
 
 
@@ -144,7 +146,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 def _explain(error: BaseException, *, is_training: bool) -> int:
     """Write one line on an error; return the exit code. Raises errors that are not the user's.
 
-    A disk that turns read-only during training is not: with code 1, a launcher restarts the job.
+    A disk that turns read-only or full during training is not: with code 1, a launcher restarts the
+    job.
     """
     if isinstance(error, BrokenPipeError):
         return close_output(error)
@@ -158,8 +161,10 @@ def _explain(error: BaseException, *, is_training: bool) -> int:
         # The error may have been raised again with file and line.
         given_up = isinstance(error, GivenUpError) or isinstance(error.__cause__, GivenUpError)
         text, code = f"error: {error}", GIVEN_UP_EXIT_CODE if given_up else 2
-    elif isinstance(error, OSError) and error.errno in NOT_ALLOWED and not is_training:
-        text, code = f"error: {error.filename}: {error.strerror}", 2
+    elif isinstance(error, OSError) and error.errno in _REFUSED and not is_training:
+        # A full disk is often reported without a name.
+        place = "" if error.filename is None else f"{error.filename}: "
+        text, code = f"error: {place}{error.strerror}", 2
     else:
         raise error
     if code in (2, GIVEN_UP_EXIT_CODE) and is_verbose():

@@ -12,6 +12,8 @@ GIVEN_UP_EXIT_CODE = 72
 """For launchers, which try other errors again in a job that has run before."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """A path without permission, or on a read-only file system."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, a spent quota, or a file that is larger than the limit."""
 
 
 class UserError(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from megavis.commands.options.shared import (
     add_runs,
     add_step,
     refuse_options,
+    require_new,
     require_run_name,
 )
 from megavis.config.arguments import non_negative, output_file, positive
-from megavis.config.errors import UserError
 from megavis.config.papers import paper_imports
 
 
@@ -130,7 +131,14 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--step", type=non_negative, help="checkpoint; default: the newest")
     convert.add_argument("--tensor", type=positive, default=1, help="tensor-parallel size")
     convert.add_argument("--data", type=positive, default=1, help="data-parallel size")
-    convert.set_defaults(check=lambda args: require_run_name(args.target))
+    convert.set_defaults(check=_check_convert)
+
+
+def _check_convert(args: argparse.Namespace) -> None:
+    require_run_name(args.target)
+    # Another step may be converted into the same run folder.
+    if not os.path.isdir(args.target):
+        require_new(args.target)
 
 
 def _add_verb(verbs: Any, name: str, text: str, run: str) -> argparse.ArgumentParser:
@@ -194,9 +202,8 @@ def _check_import(args: argparse.Namespace) -> None:
         if args.form in ("huggingface", spec.name)
     }
     refuse_options(args, sorted(every - taken), f"to {args.form}")
-    if args.run_folder.exists():
-        raise UserError(f"{args.run_folder} exists; choose another name")
     require_run_name(args.run_folder)
+    require_new(args.run_folder)
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -217,12 +224,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=forms, required=True, help="form")
     parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
     add_step(parser)
-    parser.set_defaults(run="weights:export", check=_check_export)
-
-
-def _check_export(args: argparse.Namespace) -> None:
-    if args.out.exists():
-        raise UserError(f"{args.out} exists; choose another name")
+    parser.set_defaults(run="weights:export", check=lambda args: require_new(args.out))
 
 
 def add_schema(parser: argparse.ArgumentParser) -> None:

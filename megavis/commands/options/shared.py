@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,22 @@ def require_run_name(folder: Path) -> None:
     """Raise UserError unless a run can have the folder's name."""
     if not re.fullmatch(RUN_NAME, folder.name):
         raise UserError(f"{folder}: {RUN_NAME_RULE}; {folder.name!r} does not")
+
+
+def require_new(path: Path) -> None:
+    """Raise UserError unless a new file or folder can be created at `path`; creates nothing."""
+    try:
+        if path.exists():
+            raise UserError(f"{path} exists; choose another name")
+        above = next(each for each in path.absolute().parents if each.exists())
+        if not above.is_dir():
+            raise UserError(f"{path} would lie in {above}, which is not a folder")
+        # Try it: access rights say nothing of /proc, and the root user has them everywhere.
+        tempfile.TemporaryDirectory(dir=above).cleanup()
+    except OSError as error:
+        raise UserError(
+            f"{path}: nothing can be written there ({error.strerror}); choose another place"
+        ) from None
 
 
 def require_writable(path: Path | None, option: str) -> None:
