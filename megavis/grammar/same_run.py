@@ -30,7 +30,7 @@ def check_same_run(path: Path, config: RunConfig) -> None:
     if before.drop_path == config.drop_path:
         # Set explicitly, or taken from the model: the same rate.
         before, config = _without_own_drop_path(before), _without_own_drop_path(config)
-    before, config = in_same_words(before, config)
+    before, config = map(_with_mlp_size, in_same_words(before, config))
     for key in ("seed", "objective", "model", "finetune"):
         old, new = getattr(before, key), getattr(config, key)
         if old != new:
@@ -66,6 +66,12 @@ def _without_own_drop_path(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"finetune": finetune})
 
 
+def _with_mlp_size(config: RunConfig) -> RunConfig:
+    """Write out the width of the MLP, which imported runs give where others have the default."""
+    model = config.model.model_copy(update={"ffn_hidden_size": config.model.mlp_size})
+    return config.model_copy(update={"model": model})
+
+
 def _first_difference(key: str, old: Any, new: Any) -> str:
     """Describe the first key of a section that differs, with its old and new value."""
     if not (isinstance(old, Section) and isinstance(new, Section)):
@@ -90,7 +96,7 @@ def source_differences(
         positions: kind of the source's positions.
         needs_seed: whether its weights are valid only with its seed.
     """
-    source, config = in_same_words(source, config)
+    source, config = map(_with_mlp_size, in_same_words(source, config))
     for section in ("objective", "model"):
         yield from _other_keys(getattr(source, section), getattr(config, section), section)
     if source.data.normalize_frames != config.data.normalize_frames:

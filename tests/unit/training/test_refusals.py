@@ -8,7 +8,7 @@ import yaml
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.grammar.same_run import check_same_run
+from megavis.grammar.same_run import check_same_run, source_differences
 
 pytestmark = pytest.mark.once
 
@@ -282,3 +282,23 @@ def test_a_mixture_with_other_images_in_one_folder_is_refused(
     )
     assert "is not the data" in refusal(capsys, config, *words, mixture(second, first))
     assert main(["train", str(config), "--device", "cpu", *words, mixture(first, second)]) == 0
+
+
+def test_a_width_of_the_mlp_that_is_given_or_the_default_is_the_same(config):
+    """Imported runs give it, and configs to fine-tune them usually do not."""
+    default = load_config(config).config
+    given, other = (
+        default.model_copy(
+            update={"model": default.model.model_copy(update={"ffn_hidden_size": size})}
+        )
+        for size in (default.model.mlp_size, 8)
+    )
+    for pair in ((default, given), (given, default)):
+        assert list(source_differences(*pair, "learned", needs_seed=False)) == []
+    (text,) = source_differences(other, default, "learned", needs_seed=False)
+    assert (
+        f"was trained with model.ffn_hidden_size 8, and this config has {given.model.mlp_size}"
+        in text
+    )
+    run = given.folder
+    check_same_run(run / "config.yaml", given)
