@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megavis import __version__
@@ -247,15 +248,27 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 
 def _require_writable_run(parsed: argparse.Namespace) -> None:
-    """Raise UserError if results would go to a read-only run folder."""
+    """Raise UserError if results would go to a read-only run folder, or to an exported one."""
     folder = getattr(parsed, "run_folder", None)
+    if parsed.command == "figure" and folder is None:
+        folder = parsed.run_folders[0]
     goes_elsewhere = any(getattr(parsed, name, None) for name in ("out", "npz"))
     only_lists = not getattr(parsed, "clear", True)
-    if folder is None or goes_elsewhere or only_lists or not folder.is_dir():
+    if folder is None or only_lists or not folder.is_dir():
         return
-    if not os.access(folder, os.W_OK):
+    # Features are cached in the folder, wherever the results go.
+    if _is_exported(folder) and not (goes_elsewhere and getattr(parsed, "no_cache", True)):
+        raise UserError(
+            f"{folder} is an exported folder, and results in it would be shared with it; make a"
+            f" run of it with `megavis import huggingface {folder} runs/NAME`"
+        )
+    if not goes_elsewhere and not os.access(folder, os.W_OK):
         way = "name another place with --out" if hasattr(parsed, "out") else "copy the run"
         raise UserError(f"{folder} is read-only, and the results go there; {way}")
+
+
+def _is_exported(folder: Path) -> bool:
+    return all((folder / name).exists() for name in ("config.yaml", "config.json"))
 
 
 def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -271,7 +284,7 @@ def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
     folders = [*getattr(parsed, "run_folders", ()), getattr(parsed, "run_folder", None)]
     for folder in folders:
         with contextlib.suppress(OSError):
-            if folder is not None:
+            if folder is not None and not _is_exported(folder):
                 record_command(folder, arguments)
 
 

@@ -242,6 +242,8 @@ def export(args: argparse.Namespace) -> int:
         with renamed_when_complete(args.out) as partial:
             exported = write(opened, partial)
     sys.stdout.write(f"{args.out}: opens with {exported.form}\n")
+    if exported.note:
+        sys.stdout.write(f"  {exported.note}\n")
     if exported.difference is not None:
         sys.stdout.write(
             f"  the loader of its card differs from the run by {exported.difference:.1e} on random"

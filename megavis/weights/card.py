@@ -45,10 +45,18 @@ def model_card(
         "tags": ["megavis", paper],
     }
     kind = "fine-tuned" if run.config.finetune is not None else "trained"
+    origin = (
+        f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}.\n"
+    )
+    if is_released(run):
+        origin = (
+            f"Released weights, which megavis has not trained, as a run of `{paper}`: {total:,}"
+            " parameters.\n"
+        )
     lines = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {name}\n",
-        f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}.\n",
+        origin,
         f"## Use\n\n```python\n{use.strip()}\n```\n",
         "## Data\n",
         *_table(_data(run)),
@@ -67,6 +75,11 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
+def is_released(run: Run) -> bool:
+    """Whether the weights were imported, and have not been trained since."""
+    return run.step == 0 and _record(run) is None
+
+
 def _table(rows: Iterator[tuple[str, object]]) -> Iterator[str]:
     yield "| | |\n|---|---|"
     for name, value in rows:
@@ -76,6 +89,10 @@ def _table(rows: Iterator[tuple[str, object]]) -> Iterator[str]:
 
 def _data(run: Run) -> Iterator[tuple[str, object]]:
     data = run.config.data
+    if is_released(run):
+        yield "images", "not known to megavis: see where the weights were released"
+        yield "side in pixels", data.image_size
+        return
     folders = [data.train] if isinstance(data.train, str) else data.train
     for place in folders:
         path = Path(str(place))
@@ -93,6 +110,9 @@ def _data(run: Run) -> Iterator[tuple[str, object]]:
 
 def _training(run: Run) -> Iterator[tuple[str, object]]:
     training, optimizer = run.config.training, run.config.optimizer
+    if is_released(run):
+        yield "steps", "none with megavis; these keys of the config are for further training"
+        return
     yield "steps", f"{run.step:,} of {training.steps:,}" if training.steps else f"{run.step:,}"
     yield "batch", training.batch_size
     yield "precision", training.precision
@@ -131,7 +151,10 @@ def _limits(run: Run) -> Iterator[str]:
         " else was measured."
     )
     size = run.config.data.image_size
-    yield f"It has seen images of {size} × {size} pixels, of the data named above and no other."
+    if is_released(run):
+        yield f"It reads images of {size} × {size} pixels; megavis does not know its training data."
+    else:
+        yield f"It has seen images of {size} × {size} pixels, of the data named above and no other."
     yield "The model inherits the biases of its data; nobody has looked for them here."
 
 

@@ -30,6 +30,8 @@ from megavis.config.schema import FinetuneConfig, ModelConfig
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.grammar import words
 from megavis.notebook import Run
+from megavis.papers.igpt.config import IGPTConfig
+from megavis.papers.mae.config import MAEConfig
 from megavis.schedules.masked import Context
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from megavis.weights.card import CARD, model_card
@@ -71,20 +73,21 @@ _CONTENT = "embedding.content"
 
 
 class Exported(NamedTuple):
-    """How to open a written folder, and the largest error of the card's loader, if tried."""
+    """How to open a folder, the largest error of its card's loader, if tried, and a note."""
 
     form: str
     difference: float | None = None
+    note: str = ""
 
 
 def write_huggingface(run: Run, folder: Path) -> Exported:
     """Write a folder for ImageGPT, ViTMAE or ViT, or one for megavis if none of them fits."""
-    weights, why = read_weights(step_folder(run.folder, run.step)), ""
+    weights, reasons = read_weights(step_folder(run.folder, run.step)), list[str]()
     for convert in (_imagegpt, _vit_mae, _transformers_vit):
         try:
             settings, tensors = convert(run, weights)
         except UserError as error:
-            why = str(error)
+            reasons.append(str(error))
             continue
         name, kind = settings["architectures"][0], settings["model_type"]
         processor = _palette_processor(run) if kind == "imagegpt" else _image_processor(run)
@@ -98,8 +101,19 @@ def write_huggingface(run: Run, folder: Path) -> Exported:
             limits = (*limits, _SQUASHES)
         _write_card(run, weights, folder, library="transformers", use=use, limits=limits)
         return Exported(f"transformers' {name}")
-    # Any paper may be a ViT, so report the last reason: why this run is not one.
-    return _write_own(run, weights, folder, why=why)
+    return _write_own(run, weights, folder, why=_why(run, *reasons))
+
+
+def _why(run: Run, no_imagegpt: str, no_vit_mae: str, no_vit: str) -> str:
+    """Return why no class of transformers fits a run, from the reasons of each."""
+    paper, backbone = run.config.objective, run.objective.backbone
+    if isinstance(paper, IGPTConfig):
+        return no_imagegpt
+    if isinstance(paper, MAEConfig) and run.config.finetune is None:
+        return no_vit_mae
+    if isinstance(backbone, Model) and not isinstance(backbone.reads, Patches):
+        return "its ViTs read patches of pixels, its ImageGPT is a run of igpt; this run is neither"
+    return no_vit
 
 
 def write_timm(run: Run, folder: Path) -> Exported:
@@ -188,7 +202,8 @@ def _classes(run: Run, vit: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: str) -> Exported:
-    limits = [f"`transformers` has no class for it: {why}."]
+    note = f"transformers has no class for it: {why}"
+    limits = [f"{note}."]
     settings: dict[str, Any] = {"model_type": "megavis", "paper": run.config.objective.name}
     form: PlainForm | None = None
     try:
@@ -196,6 +211,8 @@ def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: st
     except UserError as error:
         limits.append(f"Only `megavis.load` opens it: {error}.")
     limits += [f"Its tokenizer is in `{name}`." for name in exported_names(run.config).values()]
+    if isinstance(reads := getattr(run.objective.backbone, "reads", None), Patches):
+        limits.append(_PATCHES.format(p=reads.patch_size, d=reads.width))
     use, difference = _OWN_USE, None
     folder.mkdir(parents=True)
     if form is not None:
@@ -206,7 +223,7 @@ def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: st
     if form is not None:
         difference = form.check(folder)
     _write_card(run, weights, folder, library="megavis", use=use, limits=tuple(limits))
-    return Exported("megavis.load", difference)
+    return Exported("megavis.load", difference, note)
 
 
 def _sees_more(run: Run) -> tuple[str, ...]:
@@ -261,6 +278,7 @@ def _palette_processor(run: Run) -> dict[str, Any] | None:
     size = run.config.data.image_size
     return {
         "image_processor_type": "ImageGPTImageProcessor",
+        "do_convert_rgb": True,
         "do_resize": True,
         "size": {"height": size, "width": size},
         "resample": _BICUBIC,
@@ -274,6 +292,7 @@ def _image_processor(run: Run) -> dict[str, Any]:
     size = run.config.data.image_size
     return {
         "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": True,
         "do_resize": True,
         "size": {"height": size, "width": size},
         "resample": _BICUBIC,
@@ -405,6 +424,11 @@ def _positions(model: Model, reader: Reader) -> Tensor:
     )[0]
 
 
+_PATCHES = (
+    "Its tokens are patches of {p} × {p} pixels in raster order. A patch has {d} numbers in the"
+    " order row, column, channel (red, green, blue): its pixels, standardised by ImageNet's mean"
+    " and deviation."
+)
 _SQUASHES = (
     "The image processor of this folder resizes an image to a square without keeping its"
     " proportions, where megavis resizes the shorter side and keeps the centre: for a photograph"
@@ -417,7 +441,8 @@ from transformers import AutoImageProcessor, {name}
 
 processor = AutoImageProcessor.from_pretrained("DIR")
 model = {name}.from_pretrained("DIR"{options}).eval()
-outputs = model(**processor(Image.open("photograph.png"), return_tensors="pt"))
+image = Image.open("photograph.png").convert("RGB")
+outputs = model(**processor(image, return_tensors="pt"))
 """
 _IMAGEGPT_USE = """
 from transformers import ImageGPTForCausalImageModeling

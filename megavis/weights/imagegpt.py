@@ -114,8 +114,14 @@ def fits_imagegpt(config: RunConfig) -> int:
         UserError: it is not an autoregressive iGPT in raster order, or has other layers.
     """
     paper, model = config.objective, config.model
-    if not isinstance(paper, IGPTConfig) or paper.mode != "autoregressive" or config.finetune:
-        raise UserError("only an autoregressive iGPT can be converted")
+    if not isinstance(paper, IGPTConfig):
+        raise UserError("only an iGPT can be converted")
+    if config.finetune is not None:
+        raise UserError(
+            "ImageGPTForCausalImageModeling predicts colours; a fine-tuned run does not"
+        )
+    if paper.mode != "autoregressive":
+        raise UserError(f"ImageGPT is autoregressive; objective.mode is {paper.mode}")
     if paper.order != "raster":
         raise UserError("ImageGPT predicts pixels in raster order; this run does not")
     if model.positions not in (None, "learned"):

@@ -336,6 +336,11 @@ def missing_file(
     if not folder.is_dir():
         what = "a file, not a folder of a model" if folder.exists() else "no such folder"
         return UserError(f"{folder}: {what}")
+    # The newest, if the Hub's cache has several.
+    if snapshots := sorted(
+        (folder / "snapshots").glob("*/"), key=lambda each: each.stat().st_mtime
+    ):
+        return UserError(f"{folder}: a folder of the Hub's cache; the files are in {snapshots[-1]}")
     found = ", ".join(sorted(each.name for each in folder.iterdir())[:8])
     return UserError(f"{path}: missing; the folder has {found or 'no files'}; {advice}")
 

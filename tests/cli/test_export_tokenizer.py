@@ -54,9 +54,11 @@ def test_export_opens_and_samples(exported, tmp_path):
     assert images.shape == (2, 16, 16, 3)
     assert np.array_equal(sampled(folder), images)
     words = ["--num-images", "2", "--device", "cpu", "--out", str(tmp_path / "grid.png")]
+    before = sorted(folder.rglob("*"))
     with open_child(folder.parent) as run:
         assert np.array_equal(run(sampled, "givt"), images)
         assert run(main, ["sample", "givt", *words]) == 0
+    assert sorted(folder.rglob("*")) == before
     card = (folder / "README.md").read_text()
     assert "Its tokenizer is in `tokenizer`." in card
     assert "tokenizer: tokenizer\n" in card

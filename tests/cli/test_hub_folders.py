@@ -237,7 +237,73 @@ def test_model_card(folders, build_paper):
     assert "license: unknown" in head
     assert "| loss | 1.5 at step 0 |" in card
     assert "model.positions is rope_2d" in card
+    assert "A run of `darl`, trained with megavis" in card
+    assert (
+        "patches of 4 × 4 pixels in raster order. A patch has 48 numbers in the order row" in card
+    )
     assert json.loads((folders / "card" / "config.json").read_text())["paper"] == "darl"
+
+
+def test_a_card_of_imported_weights_claims_no_training(tmp_path, build_paper):
+    run = make_run(tmp_path / "run", CASES["tuned_timm"], build_paper)
+    first, back, again = (tmp_path / name for name in ("out", "back", "again"))
+    assert main(["export", str(run.folder), "--to", "timm", str(first)]) == 0
+    assert main(["import", "timm", str(first), str(back)]) == 0
+    assert main(["export", str(back), "--to", "huggingface", str(again)]) == 0
+    card = (again / "README.md").read_text()
+    assert "Released weights, which megavis has not trained, as a run of `darl`" in card
+    assert "none with megavis; these keys of the config are for further training" in card
+    for claim in ("trained with megavis", "tuned with megavis", "It has seen", "learning rate 0.0"):
+        assert claim not in card
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (CASES["givt_own"], "its ViTs read patches of pixels, its ImageGPT is a run of igpt"),
+        (CASES["order_own"], "ImageGPT predicts pixels in raster order; this run does not"),
+        (
+            tiny("{name: igpt, vocabulary_size: 32, mode: bert}", data={"image_size": 4}),
+            "ImageGPT is autoregressive; objective.mode is bert",
+        ),
+        (
+            tiny(f"{{name: mae, patch_size: 4, {DECODER}}}", model={**VIT, "qk_norm": True}),
+            "ViTMAE does not normalise queries and keys; model.qk_norm is true",
+        ),
+        (CASES["groups_own"], "a ViT adds its positions; model.positions is rope_2d"),
+    ],
+    ids=["givt", "igpt", "bert", "mae", "gvp"],
+)
+def test_the_reason_is_that_of_the_nearest_class(tmp_path, build_paper, capsys, text, why):
+    run = make_run(tmp_path / "run", text, build_paper)
+    assert main(["export", str(run.folder), "--to", "huggingface", str(tmp_path / "out")]) == 0
+    assert f"transformers has no class for it: {why}" in limits_of(tmp_path / "out")
+    assert f"transformers has no class for it: {why}" in capsys.readouterr().out
+
+
+def test_nothing_is_written_into_an_exported_folder(tmp_path, build_paper, capsys):
+    run = make_run(tmp_path / "run", CASES["order_own"], build_paper)
+    out = tmp_path / "out"
+    assert main(["export", str(run.folder), "--to", "huggingface", str(out)]) == 0
+    before = sorted(out.rglob("*"))
+    for words in (
+        ["sample", str(out)],
+        ["probe", str(out), "--out", str(tmp_path / "probe.json")],
+        ["figure", "depth", str(out)],
+    ):
+        assert main(words) == 2
+        assert f"import huggingface {out} runs/NAME" in capsys.readouterr().err, words
+    assert sorted(out.rglob("*")) == before
+
+
+def test_a_folder_of_the_cache_is_named(tmp_path, capsys):
+    outer = tmp_path / "models--facebook--vit-mae-base"
+    inner = outer / "snapshots" / "0123"
+    inner.mkdir(parents=True)
+    for form in ("huggingface", "imagegpt", "timm"):
+        assert main(["import", form, str(outer), str(tmp_path / "run")]) == 2
+        said = f"{outer}: a folder of the Hub's cache; the files are in {inner}\n"
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -336,6 +402,8 @@ def test_the_image_processor_squashes_as_the_card_says(tmp_path, build_paper):
         atol=1e-3,
     )
     square = processor(Image.fromarray(centre[0].numpy()), return_tensors="pt").pixel_values
+    grey = processor(Image.fromarray(wide[..., 0]), return_tensors="pt").pixel_values
+    assert torch.equal(grey, seen)
     assert torch.allclose(square, standardize(centre).permute(0, 3, 1, 2), atol=1e-3)
 
 

@@ -212,8 +212,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "Write a run's weights, from a checkpoint of any layout, as a folder with a model card."
         " huggingface: what transformers has a class for (ImageGPT, ViTMAE, ViT) by its names and"
         " with its preprocessing, any other run as a folder that megavis.load opens; timm: a Vision"
-        " Transformer; safetensors: one file of named tensors. Before it is kept, the written"
-        " network is run on random input and compared with the run."
+        " Transformer; safetensors: one file of named tensors. Before a folder of megavis is kept,"
+        " the PyTorch code of its card is run on random input and compared with the run."
     )
     parser.epilog = (
         "example: megavis export runs/mae_demo --to huggingface exported/mae_demo\n"
