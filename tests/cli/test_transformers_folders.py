@@ -154,6 +154,15 @@ def test_pixels_are_those_of_the_image_processor(tmp_path, options, pixels):
     check_outputs(tmp_path, "ViTForImageClassification", model, standardized=pixels)
 
 
+@pytest.mark.usefixtures("leave_job")
+@pytest.mark.parametrize("names", [("ant", "bee"), ()])
+def test_classes_keep_their_names(tmp_path, names):
+    named = {"id2label": dict(enumerate(names))} if names else {}
+    network(NAMES[2], **named).save_pretrained(tmp_path / "saved")
+    assert run_import(tmp_path / "saved", tmp_path / "run") == 0
+    assert megavis.load(tmp_path / "run", device="cpu").classes == names
+
+
 DEEPER = "vit.encoder.layer.1.attention.attention.key.bias does not belong to ViT"
 
 

@@ -109,6 +109,30 @@ def test_features_match_timm(timm, features):
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("context")
+@pytest.mark.parametrize("pooling", [{}, {"global_pool": "avg", "pool_include_prefix": True}])
+def test_a_folder_that_timm_saved_has_its_logits(timm, tmp_path, pooling):
+    import megavis
+
+    options = {**pooling, "fc_norm": False} if pooling else {}
+    name = "vit_base_patch16_224"
+    network = timm.create_model(name, pretrained=False, num_classes=5, **SIZES, **options).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    names = list("abcde")
+    timm.models.save_for_hf(
+        network, tmp_path / "vit", model_config={"label_names": names}, safe_serialization=True
+    )
+    read_folder(tmp_path / "vit").write(tmp_path / "run")
+    run, images = megavis.load(tmp_path / "run", device="cpu"), photographs(2, 24)
+    assert run.classes == tuple(names)
+    mean, deviation = (network.pretrained_cfg[key] for key in ("mean", "std"))
+    pixels = (images / 255 - torch.tensor(mean)) / torch.tensor(deviation)
+    with torch.no_grad():
+        expected = network(pixels.permute(0, 3, 1, 2))
+    torch.testing.assert_close(run.outputs(images), expected, rtol=0, atol=1e-4)
+
+
 def write_folder(folder, tensors, settings=None):
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
