@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import checkpoint_to_open
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights
 from megavis.composition.model import Model, model_of
 from megavis.config.checks import check_config
@@ -31,6 +32,7 @@ from megavis.config.schema import RunConfig
 from megavis.config.section import interpolation
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.loader import Batch
+from megavis.grammar.same_run import check_same_words
 from megavis.model.inference import Inference
 from megavis.model.kernel_compiler import require_compiled
 from megavis.model.stack import LayerStack, LocalLayers
@@ -111,8 +113,8 @@ class Run:
                 size are interpolated: rotary ones are scaled, learned ones resized.
 
         Raises:
-            UserError: the folder holds no run or no such checkpoint, or this process's job
-                splits layers.
+            UserError: the folder holds no run or no such checkpoint, its paper means other words
+                than in training, or this process's job splits layers.
         """
         kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if kind is None or kind not in DTYPES.values():
@@ -120,6 +122,7 @@ class Run:
         folder = Path(run_folder)
         checkpoint = checkpoint_to_open(folder, step)
         config = load_run_config(folder)
+        check_same_words(checkpoint, read_manifest(checkpoint).words, config)
         if image_size is not None:
             config = at_image_size(config, image_size)
         return cls(

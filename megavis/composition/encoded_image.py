@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.composition.condition import Condition, Encode, Known
 from megavis.composition.parts import Parts, Role
@@ -32,6 +33,7 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.paper import PaperConfig
+from megavis.grammar.same_run import check_same_words
 from megavis.grammar.words import Patches
 from megavis.model.core import Core
 from megavis.model.encoder import EncoderInput, EncoderSizes
@@ -227,6 +229,7 @@ class PretrainedEncoder:
         """Open another run; raise UserError unless it fits `sizes` and the blocks' `model`."""
         checkpoint = chosen_checkpoint(run, None)
         source = load_config(run / "config.yaml").config
+        check_same_words(checkpoint, read_manifest(checkpoint).words, source)
         difference = next(_differences(source, model, sizes, key), None)
         if difference is not None:
             raise UserError(f"{run} {difference}")

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import ROTARY, PositionKind, Section, interpolation
-from megavis.grammar.compose import in_same_words
+from megavis.grammar.compose import ComposeConfig, in_same_words
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.paper import PaperConfig
 
 _MAY_DIFFER = re.compile(
     "positions|position_scale|anneal|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
 )
 """Keys of model and objective that do not change the meaning of weights."""
+_NO_MEANING = ("weights", "head_std", "position_std", "tokenizer", "from_run")
+"""Keys of words that trained weights do not depend on: initial values, and paths, which move."""
 
 
 def check_same_run(path: Path, config: RunConfig) -> None:
@@ -45,6 +53,65 @@ def check_same_run(path: Path, config: RunConfig) -> None:
                 f"{path}: this run was started with {key} {'null' if value is None else value}, on"
                 " which its sample order depends; restore the value, or choose another name"
             )
+
+
+def words_of(config: RunConfig) -> dict[str, Any] | None:
+    """Return the words of a run's paper, as stored with its weights; None for an autoencoder."""
+    if not isinstance(config.objective, PaperConfig):
+        return None
+    return config.objective.grammar(config).model_dump(mode="json")
+
+
+def check_same_words(checkpoint: Path, words: Mapping[str, Any] | None, config: RunConfig) -> None:
+    """Compare the words that a checkpoint was trained with and those of its run's config now.
+
+    A paper's code may give the same keys another meaning.
+
+    Args:
+        checkpoint: the checkpoint's folder, for the message.
+        words: stored in its manifest; None if they are not known, which is not checked.
+        config: of its run.
+
+    Raises:
+        UserError: they differ in something that weights or draws depend on.
+    """
+    if words is None or not isinstance(config.objective, PaperConfig):
+        return
+    now = config.objective.grammar(config)
+    try:
+        differences = list(_other_words(Grammar.model_validate(words), now, ()))
+    except ValidationError as error:
+        places = [".".join(map(str, each["loc"])) for each in error.errors()]
+        differences = [f"{place}, which words no longer have" for place in places]
+    if differences:
+        name, remedy = config.objective.name, "restore the run's config.yaml"
+        if not isinstance(config.objective, ComposeConfig):
+            source = inspect.getsourcefile(type(config.objective))
+            remedy += f", or what {name} means in {source}, whose changes need another name"
+        raise UserError(
+            f"{checkpoint}: these weights were trained with {'; '.join(differences)}: {remedy}"
+        )
+
+
+def _other_words(there: Section, here: Section, path: tuple[str, ...]) -> Iterator[str]:
+    for key in type(here).model_fields:
+        old, new = getattr(there, key), getattr(here, key)
+        place = (*path, key)
+        if old == new or key in _NO_MEANING or key in here.sampling_keys:
+            continue
+        if type(old) is type(new) and isinstance(old, Section):
+            yield from _other_words(old, new, place)
+        else:
+            yield f"{'.'.join(place)} {_shown(old)}, not {_shown(new)}"
+
+
+def _shown(word: Any) -> str:
+    """Return a word's kind, or a value as in YAML; long lists are cut."""
+    if isinstance(word, Section):
+        return str(getattr(word, "kind", word))
+    if word is None or isinstance(word, bool):
+        return "null" if word is None else str(word).lower()
+    return word if isinstance(word, str) else reprlib.repr(word)
 
 
 def _order_keys(config: RunConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.limits import allowed_open_files
 from megavis.planning.layouts import Layout, layout_name
-from megavis.training.run_folder import check_earlier_run, check_same_data
+from megavis.training.run_folder import check_earlier_run, check_same_origin
 from megavis.training.trainer import Trainer
 
 _FLOAT32 = 4
@@ -195,7 +195,7 @@ def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
         if checkpoint is None:
             return DryRunCheck("resume", True, f"{folder} has no checkpoint: starts at step 0")
         manifest = read_manifest(checkpoint)
-        check_same_data(run.config, manifest, run.train_data, run.tokenizer)
+        check_same_origin(run.config, manifest, run.train_data, run.tokenizer)
     except UserError as error:
         return DryRunCheck.of("resume", error)
     for name, shape in shapes.items():

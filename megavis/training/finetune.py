@@ -41,7 +41,7 @@ from megavis.evaluation.results import (
     PixelAccuracy,
     share_or_dash,
 )
-from megavis.grammar.same_run import source_differences
+from megavis.grammar.same_run import check_same_words, source_differences
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.validation import EarlyStopping
@@ -253,7 +253,7 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
 
 
 def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> None:
-    """Reject a source run with another architecture or other tokens.
+    """Reject a source run with another architecture, other tokens, or words that have changed.
 
     Args:
         config: config whose `finetune` section names a run.
@@ -265,13 +265,15 @@ def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> Non
     with blame("finetune.from_run"):
         checkpoint = source_checkpoint(settings)
         source = load_run_config(Path(settings.from_run or ""))
+        manifest = read_manifest(checkpoint)
+        check_same_words(checkpoint, manifest.words, source)
         model = objective.backbone
         differences = source_differences(
             source, config, model.position_kind, needs_seed=model.weights_need_their_seed
         )
         difference = next(differences, None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
-        if difference is None and read_manifest(checkpoint).tokenizer != tokenizer:
+        if difference is None and manifest.tokenizer != tokenizer:
             difference = f"was trained on other tokens than {train.directory} has"
         if difference is not None:
             raise UserError(f"{settings.from_run} {difference}")

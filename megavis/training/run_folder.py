@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megavis.checkpoint.format.folder import checkpoints_by_age, remove_partial
+from megavis.checkpoint.format.folder import checkpoints_by_age, remove_partial, step_folder
 from megavis.checkpoint.format.manifest import CheckpointManifest
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError, counted, permissions_needed
@@ -24,7 +24,7 @@ from megavis.data.format.files import write_atomically
 from megavis.data.format.folder_lock import SILENCE_SECONDS, FolderLock
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.blended_dataset import Samples
-from megavis.grammar.same_run import check_same_run
+from megavis.grammar.same_run import check_same_run, check_same_words
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.progress_bar import is_quiet
 from megavis.training.faults.interruption import is_automatic
@@ -92,14 +92,15 @@ def prepare_folder(
     record_start(folder, first_step, **facts)
 
 
-def check_same_data(
+def check_same_origin(
     config: RunConfig, manifest: CheckpointManifest, data: Samples, tokenizer: str | None
 ) -> None:
-    """Compare tokenizer and training data with a checkpoint's, by SHA-256.
+    """Compare words, tokenizer and training data with a checkpoint's; the latter two by SHA-256.
 
     Raises:
         UserError: they differ; other data of the same tokenizer is allowed by `data.may_change`.
     """
+    check_same_words(step_folder(config.folder, manifest.step), manifest.words, config)
     before = manifest.tokenizer
     if before != tokenizer:
         raise UserError(

@@ -29,6 +29,7 @@ from megavis.config.yaml_tree import leaves
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import BatchLoader
 from megavis.data.loading.opening import ShardOpener
+from megavis.grammar.same_run import words_of
 from megavis.model.kernels import compiles_blocks
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
@@ -71,7 +72,7 @@ from megavis.training.metrics import MetricsWriter, check_dashboards
 from megavis.training.pretraining import Pretraining
 from megavis.training.run_folder import (
     check_earlier_run,
-    check_same_data,
+    check_same_origin,
     hold_run,
     prepare_folder,
 )
@@ -147,7 +148,7 @@ class Trainer:
             check_earlier_run(config)
             found = newest_intact_checkpoint(config.folder, context)
             if found is not None:
-                check_same_data(config, found[1], self.train_data, self.tokenizer)
+                check_same_origin(config, found[1], self.train_data, self.tokenizer)
             first_step = found[1].step if found else 0
             if context.is_main:
                 prepare_folder(config, self.objective, self.train_data, first_step, context)
@@ -337,6 +338,7 @@ class Trainer:
             tokenizer=self.tokenizer,
             data=self.train_data.manifest.content,
             classes=self.objective.classes_of(self.train_data.manifest),
+            words=words_of(self.config),
             loss_scale=engine.loss_scale(),
             batches_skipped=bad_steps.batches_skipped,
             losses=bad_steps.judge.history,

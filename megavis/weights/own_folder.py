@@ -86,6 +86,7 @@ def _write_checkpoint(
         seed=trained.seed,
         tokenizer=trained.tokenizer,
         classes=trained.classes,
+        words=trained.words,
         layout={},
         files={file: stored},
         tensors={

@@ -30,6 +30,7 @@ from megavis.config.schema import ObjectiveConfig, OptimizerConfig, RunConfig, T
 from megavis.config.section import DataConfig
 from megavis.data.format.files import copy_folder
 from megavis.data.format.manifest import PALETTE_NAME
+from megavis.grammar.same_run import words_of
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, current_context, open_virtual_context
 from megavis.tokenizers.network_tokenizer import open_tokenizer, read_weights_file
@@ -165,7 +166,14 @@ class Released:
         # A run stores nothing for derived tensors.
         weights = {name: tensor for name, tensor in found.items() if name in own}
         assert weights.keys() == own.keys(), "a table has a row for every tensor of the run"
-        write_run(run_folder, config, weights, palette=self.palette, classes=self.classes)
+        write_run(
+            run_folder,
+            config,
+            weights,
+            palette=self.palette,
+            classes=self.classes,
+            words=words_of(config),
+        )
         return sum(tensor.numel() for tensor in weights.values())
 
 
@@ -195,6 +203,7 @@ def write_run(
     tokenizer: str | None = None,
     classes: tuple[str, ...] = (),
     trained: tuple[int, int] = (0, 0),
+    words: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a new run folder with a checkpoint.
 
@@ -206,6 +215,7 @@ def write_run(
         tokenizer: SHA-256 of the tokenizer that it was trained with; default: the palette's.
         classes: names, by label, of the classes that it reads or predicts, if known.
         trained: steps and images of its training with megavis.
+        words: of the paper that the weights were trained with, if known.
     """
     run_folder.mkdir(parents=True)
     (run_folder / "config.yaml").write_text(dump_config(config))
@@ -220,6 +230,7 @@ def write_run(
         tokenizer=tokenizer,
         classes=classes,
         trained=trained,
+        words=words,
     )
 
 
@@ -249,6 +260,7 @@ def import_own(source: Path, run_folder: Path) -> None:
         tokenizer=manifest.tokenizer,
         classes=manifest.classes,
         trained=(manifest.step, manifest.samples_seen),
+        words=manifest.words,
     )
     for name in inside:
         copy_folder(source / name, run_folder / name)

@@ -246,6 +246,11 @@ def test_random_order_needs_the_seed_of_the_source(config, capsys, tmp_path):
     tree = yaml.safe_load((source / "config.yaml").read_text())
     tree["objective"]["order"] = "random"
     (source / "config.yaml").write_text(yaml.safe_dump(tree))
+    manifest = source / "checkpoints" / "step-00000002" / "manifest.json"
+    stored = json.loads(manifest.read_text())
+    del stored["checksum"]
+    stored["words"]["schedule"]["order"] = "random"
+    manifest.write_text(json.dumps(stored))
     words = [f"finetune.from_run={source}", "objective.order=random", "seed=1"]
     assert "was trained with seed 0, which its weights depend on" in refused(capsys, config, *words)
 

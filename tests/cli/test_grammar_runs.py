@@ -6,6 +6,19 @@ import pytest
 from tiny import VIT, tiny
 
 from megavis.cli import main
+from megavis.grammar.words import Categorical, InitialWeights
+from megavis.papers.igpt.config import IGPTConfig
+
+IGPT = IGPTConfig.grammar
+
+
+def in_another_order(config, run):
+    """Return iGPT's words but for an order, a density, and what weights do not depend on."""
+    words, initial = IGPT(config, run), InitialWeights(blocks="lecun")
+    order = words.schedule.model_copy(update={"order": "round_robin"})
+    changed = {"schedule": order, "density": Categorical(bias=True), "weights": initial}
+    return words.model_copy(update=changed)
+
 
 pytestmark = pytest.mark.once
 
@@ -58,6 +71,37 @@ def test_words_start_from_the_run_of_a_paper(paper, shards, capsys):
     tuned = [f"finetune={{num_classes: 10, from_run: {runs}/whole}}", "training.validate_every=4"]
     tuned += [f"data.validation={shards}/validation", "--device", "cpu"]
     assert main(["train", str(words), *tuned]) == 0
+
+
+def test_weights_are_refused_where_the_paper_means_other_words(
+    paper, shards, tmp_path, monkeypatch, capsys
+):
+    """A `grammar` that is changed in code leaves the keys in config.yaml as they are."""
+    path, runs = paper
+    run, copy, own = runs / "whole", tmp_path / "copy", tmp_path / "exported"
+    assert main(["export", str(run), "--to", "huggingface", str(own)]) == 0
+    assert main(["import", "huggingface", str(own), str(copy)]) == 0
+    monkeypatch.setattr(IGPTConfig, "grammar", in_another_order)
+    tuned = [f"finetune={{num_classes: 10, from_run: {run}}}", "training.validate_every=4"]
+    tuned += [f"data.validation={shards}/validation", "name=other", "--device", "cpu"]
+    converted = ["checkpoint", "convert", str(run), str(tmp_path / "converted")]
+    assert main([*converted, "--tensor", "2"]) == 0
+    for command in (
+        ["train", str(path), "training.steps=5", "--device", "cpu"],
+        ["train", str(path), *tuned],
+        ["likelihood", str(run), "--device", "cpu"],
+        ["sample", str(copy), "--device", "cpu"],
+        ["sample", str(tmp_path / "converted"), "--device", "cpu"],
+        ["export", str(run), "--to", "safetensors", str(tmp_path / "weights")],
+    ):
+        capsys.readouterr()
+        assert main(command) == 2, command
+        said = capsys.readouterr().err
+        text = "trained with schedule.order random, not round_robin; density.bias false, not"
+        assert f"{text} true: restore the run's config.yaml, or what igpt means in " in said
+        assert "papers/igpt/config.py, whose" in said
+    assert main(["train", str(path), "training.steps=5", "--dry-run"]) != 0
+    assert "schedule.order random, not round_robin" in capsys.readouterr().out
 
 
 def test_words_of_a_vit_are_exported_as_one(image_shards, tmp_path, capsys):

@@ -131,6 +131,9 @@ class CheckpointManifest(_Part):
     classes: tuple[str, ...] = ()
     """Names, by label, of the classes that the network reads or predicts; empty if there are none,
     and for released weights that do not name them."""
+    words: dict[str, Any] | None = None
+    """The paper in words, which give the weights their meaning; None for an autoencoder, and in
+    checkpoints from before words were recorded."""
     layout: dict[str, int]
     """Layout of the job that saved it; informational, not needed for loading."""
     files: dict[str, StoredFile]

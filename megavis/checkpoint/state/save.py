@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class TrainingProgress:
     tokenizer: str | None
     data: str | None = None
     classes: tuple[str, ...] = ()
+    words: Mapping[str, Any] | None = None
     loss_scale: LossScale | None = None
     batches_skipped: int = 0
     losses: LossHistory = LossHistory()
@@ -330,6 +332,7 @@ def write_weights(
     tokenizer: str | None,
     classes: tuple[str, ...] = (),
     trained: tuple[int, int] = (0, 0),
+    words: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint with float32 weights only, without optimizer states.
 
@@ -342,6 +345,7 @@ def write_weights(
         tokenizer: SHA-256 of its palette or tokenizer, if any.
         classes: names, by label, of the classes that it reads or predicts, if known.
         trained: steps and images that it was trained for.
+        words: of its paper.
     """
     (step, samples), name = trained, "weights.safetensors"
     partial = partial_folder(run_folder, step)
@@ -356,6 +360,7 @@ def write_weights(
         seed=seed,
         tokenizer=tokenizer,
         classes=classes,
+        words=words,
         layout={},
         files={name: stored},
         tensors={key: LogicalTensor.whole(t.shape, name, key) for key, t in sorted(keyed.items())},
