@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from megavis.config.arguments import RUN_NAME_RULE
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
-from megavis.config.papers import PAPER_CONFIGS
+from megavis.config.papers import PAPER_CONFIGS, missing_part
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.config.section import UNION_LABELS
 from megavis.config.shorthand import (
@@ -80,6 +80,8 @@ def _validate(
     names = SchemaNames(tree)
     if names.objective is None:
         given = f", not {reprlib.repr(names.paper)}" if names.paper is not None else ""
+        if (missing := missing_part(str(names.paper))) is not None:
+            raise source.error([("objective.name", f"{names.paper} is not a paper yet: {missing}")])
         known = ", ".join(sorted(PAPER_CONFIGS))
         text = (
             f"must say which paper: one of {known}{given}{did_you_mean(names.paper, PAPER_CONFIGS)}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Papers(Mapping[str, _Found]):
         return self._find(name)
 
     def __iter__(self) -> Iterator[str]:
-        yield from (name for room in rooms() for name in _configs(f"{_ROOMS}.{room}.config"))
+        yield from (name for room in rooms() for name in _configs_of(room))
         yield from _NAMELESS
 
     def __len__(self) -> int:
@@ -72,8 +73,20 @@ class Papers(Mapping[str, _Found]):
 
 def paper_config(name: str) -> type[ObjectiveConfig]:
     """Return the config class with this `name`; raises KeyError if there is none."""
-    module = _NAMELESS.get(name)
-    return _configs(module or f"{_ROOMS}.{_room(name)}.config")[name]
+    return (_configs(_NAMELESS[name]) if name in _NAMELESS else _configs_of(_room(name)))[name]
+
+
+def missing_part(name: str) -> str | None:
+    """Return what a folder lacks to be the paper of this name, which is none; None without one."""
+    for place in importlib.import_module(_ROOMS).__path__:
+        folder = Path(place, name)
+        if not name.isidentifier() or not folder.is_dir():
+            continue
+        for file in ("__init__.py", "config.py"):
+            if not (folder / file).exists():
+                return f"{folder} has no {file}"
+        return f"{folder / 'config.py'} has no config class with name: Literal[{name!r}] = {name!r}"
+    return None
 
 
 def paper_class(name: str) -> Any:
@@ -126,18 +139,49 @@ def _room(name: str) -> str:
     return max(found, key=len)
 
 
-def _configs(name: str) -> dict[str, type[ObjectiveConfig]]:
-    """Return the config classes that a module declares, by name."""
+def _configs_of(room: str) -> dict[str, type[ObjectiveConfig]]:
+    """Return the config classes of a folder, by name.
+
+    Raises:
+        UserError: a name does not begin with the folder's, or another folder's is longer.
+    """
+    configs = _configs(f"{_ROOMS}.{room}.config")
+    for name, keys in configs.items():
+        if not f"{name}_".startswith(f"{room}_"):
+            text = f"must be {room!r}, as its folder, or begin with '{room}_'"
+        elif _room(name) != room:
+            text = f"belongs to another folder, {_room(name)}"
+        else:
+            continue
+        raise UserError(f"{inspect.getsourcefile(keys)}: name {name!r} of {keys.__name__} {text}")
+    return configs
+
+
+def _configs(module_name: str) -> dict[str, type[ObjectiveConfig]]:
+    """Return the config classes that a module declares, by name.
+
+    Raises UserError if two have the same.
+    """
     # Imported here: declarations of figures are read without the schema.
     from megavis.config.schema import ObjectiveConfig
 
-    module = importlib.import_module(name)
+    module = importlib.import_module(module_name)
     classes = [each for each in vars(module).values() if isinstance(each, type)]
     # A module also has the classes that it imports, which may be another paper's.
     own = [each for each in classes if each.__module__ == module.__name__]
     papers = [each for each in own if issubclass(each, ObjectiveConfig)]
-    names = {each: each.model_fields["name"].default for each in papers}
-    return {name: each for each, name in names.items() if isinstance(name, str)}
+    found: dict[str, type[ObjectiveConfig]] = {}
+    for each in papers:
+        name = each.model_fields["name"].default
+        # A name may be inherited from another paper's class, by a base of several.
+        if not isinstance(name, str) or "name" not in inspect.get_annotations(each):
+            continue
+        if (other := found.setdefault(name, each)) is not each:
+            raise UserError(
+                f"{module.__file__}: {other.__name__} and {each.__name__} have the same name,"
+                f" {name!r}; change one"
+            )
+    return found
 
 
 @dataclass(frozen=True)

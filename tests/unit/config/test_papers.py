@@ -163,3 +163,52 @@ def test_a_range_of_a_word_is_said_in_the_papers_key(own: Path, tmp_path: Path) 
     with pytest.raises(UserError) as caught:
         load_config(path)
     assert "objective.mask_ratio: input should be less than 1, not 2.0" in str(caught.value)
+
+
+def refused(tmp_path: Path, name: str) -> str:
+    path = tmp_path / "own.yaml"
+    path.write_text(tiny(f"{{name: {name}}}"))
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", ["own", "igpt_own", "none"])
+def test_a_name_of_another_folder_is_refused(own: Path, tmp_path: Path, wanted: str) -> None:
+    config = own.with_name("config.py")
+    for name in ("igpt", "igpt_own"):
+        config.write_text(OWN.replace('["own"] = "own"', f'["{name}"] = "{name}"'))
+        sys.modules.pop("megavis.papers.own.config", None)
+        said = refused(tmp_path, wanted)
+        text = f"{config}: name '{name}' of OwnConfig must be 'own', as its folder, or begin with"
+        assert text in said
+
+
+def test_a_name_of_a_longer_folder_is_refused(own: Path, tmp_path: Path) -> None:
+    longer = tmp_path / "own_second"
+    longer.mkdir()
+    for name, text in {"__init__": "", "config": OWN.replace('"own"', '"own_second"')}.items():
+        (longer / f"{name}.py").write_text(text)
+    second = OWN.replace('"own"', '"own_second"').replace("OwnConfig", "SecondConfig")
+    config = own.with_name("config.py")
+    config.write_text(OWN + second.partition("import IGPTConfig")[2])
+    said = refused(tmp_path, "own")
+    assert "name 'own_second' of SecondConfig belongs to another folder, own_second" in said
+
+
+def test_two_classes_of_one_name_are_refused(own: Path, tmp_path: Path) -> None:
+    config = own.with_name("config.py")
+    config.write_text(OWN + OWN.partition("import IGPTConfig")[2].replace("OwnConfig", "Other"))
+    assert f"{config}: OwnConfig and Other have the same name, 'own'" in refused(tmp_path, "own")
+
+
+def test_what_a_folder_lacks_is_said(own: Path, tmp_path: Path) -> None:
+    config = own.with_name("config.py")
+    assert f"half is not a paper yet: {tmp_path / 'half'} has no config.py" in refused(
+        tmp_path, "half"
+    )
+    config.write_text(OWN.replace('    name: Literal["own"] = "own"\n', ""))
+    text = f"own.yaml:10: objective.name: own is not a paper yet: {config} has no config class with"
+    assert f"{text} name: Literal['own'] = 'own'" in refused(tmp_path, "own")
+    own.with_name("__init__.py").unlink()
+    assert f"{own.parent} has no __init__.py" in refused(tmp_path, "own")
