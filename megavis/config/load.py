@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.papers import PAPER_CONFIGS, missing_part
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
-from megavis.config.section import UNION_LABELS
 from megavis.config.shorthand import (
     CountImages,
     Shorthand,
@@ -124,28 +124,32 @@ class SchemaNames:
     """The keys of each section, for suggesting the nearest one on a typo."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.tree, section = tree, tree.get("objective")
+        # A copy, since the objective will be replaced by the checked one.
+        self.tree, section = dict(tree), tree.get("objective")
         self.paper = section.get("name") if isinstance(section, dict) else None
         self.objective = PAPER_CONFIGS.get(str(self.paper))
 
     def explain(self, errors: Iterable[Any], prefix: Sequence[str] = ()) -> list[ConfigIssue]:
         """Turn pydantic's errors into keys and sentences.
 
-        A misspelt required key is both unknown and missing; only the first is reported.
+        A misspelt required key is both unknown and missing; only the first is reported. A key that
+        takes several types has an error of each, which become one sentence.
         """
-        placed = [([*prefix, *self._keys_of(error["loc"], prefix)], error) for error in errors]
-        unknown = [place for place, error in placed if error["type"] == "extra_forbidden"]
-        meant = {self._nearest(place) for place in unknown}
-        complaints = [self._explain_one(place, error) for place, error in placed]
+        placed: dict[tuple[str, ...], list[Any]] = {}
+        for error in errors:
+            place = (*prefix, *self._keys_of(error, prefix))
+            placed.setdefault(place, []).append(error)
+        unknown = [place for place, (error, *_) in placed.items() if _is_unknown(error)]
+        meant = {self._nearest([*place]) for place in unknown}
         return [
-            complaint
-            for complaint, (place, error) in zip(complaints, placed, strict=True)
-            if error["type"] != "missing" or ".".join(place) not in meant
+            self._explain_one([*place], alike)
+            for place, alike in placed.items()
+            if alike[0]["type"] != "missing" or ".".join(place) not in meant
         ]
 
-    def _explain_one(self, location: list[str], error: Mapping[str, Any]) -> ConfigIssue:
-        key = ".".join(location) or "config"
-        if error["type"] == "extra_forbidden":
+    def _explain_one(self, location: list[str], errors: Sequence[Any]) -> ConfigIssue:
+        error, key = errors[0], ".".join(location) or "config"
+        if _is_unknown(error):
             return key, self._unknown(location)
         if error["type"] == "missing":
             return key, "is missing and has no default"
@@ -157,9 +161,13 @@ class SchemaNames:
             return key, f"{RUN_NAME_RULE}; {given} does not"
         if error["type"] in ("model_type", "model_attributes_type"):
             return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
-        text = str(error["msg"]).removeprefix("Value error, ")
-        text = text.replace("a valid tuple", "a list, such as [a, b]")
-        meant = did_you_mean(error.get("input"), _legal_words(error)) or _in_yaml(error)
+        texts = [str(each["msg"]).removeprefix("Value error, ") for each in errors]
+        texts[1:] = [text.removeprefix("Input should be ") for text in texts[1:]]
+        text = ", or ".join(texts).replace("a valid tuple", "a list, such as [a, b]")
+        words = [word for each in errors for word in _legal_words(each)]
+        meant = did_you_mean(error.get("input"), words)
+        if len(errors) == 1:
+            meant = meant or _in_yaml(error)
         return key, f"{text[0].lower()}{text[1:]}, not {given}{meant}"
 
     def _unknown(self, location: list[str]) -> str:
@@ -171,44 +179,86 @@ class SchemaNames:
         return f"unknown key; did you mean '{in_place}'?"
 
     def _nearest(self, location: list[str]) -> str | None:
-        """Return the intended key: of the same name elsewhere, or similar here."""
+        """Return the intended key: of the same name elsewhere, or similar here.
+
+        Sections of the config, and then those that share the first key, come before others.
+        """
         *sections, last = location
-        for section in RunConfig.model_fields:
-            if last in self._keys([section]):
-                return f"{section}.{last}"
+        found = [
+            (is_given, path[0] in sections[:1], ".".join((*path, last)))
+            for path, keys, is_given in self._sections(RunConfig, self.tree, ())
+            if path
+            and last in keys
+            and last != "kind"
+            # A word that is not given may be one of many.
+            and (is_given or len(path) == 1 or [*path[: len(sections)]] == sections)
+        ]
+        if found:
+            return max(found, key=lambda each: each[:2])[2]
         near = difflib.get_close_matches(last, self._keys(sections), n=1, cutoff=0.5)
         return ".".join([*sections, *near]) if near else None
 
-    def _keys_of(self, location: Iterable[Any], prefix: Sequence[str]) -> list[str]:
-        """Return the keys of a location, without pydantic's union labels."""
-        model: type[BaseModel] | None = self.objective if prefix else RunConfig
-        keys, is_kind = [], False
-        for part in location:
-            if is_kind or part in UNION_LABELS:
-                is_kind = False
+    def _sections(
+        self, model: type[BaseModel], tree: Any, path: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[str, ...], Sequence[str], bool]]:
+        """Yield place and keys of each section below one, and whether the config has it."""
+        is_given = isinstance(tree, Mapping)
+        yield path, [*model.model_fields, *shorthand_keys(".".join(path))], is_given
+        for name in model.model_fields:
+            value = tree.get(name) if is_given else None
+            if value is None or isinstance(value, Mapping):
+                for inner in self._models(model, name, value):
+                    yield from self._sections(inner, value, (*path, name))
+
+    def _keys_of(self, error: Mapping[str, Any], prefix: Sequence[str]) -> Iterator[str]:
+        """Yield the keys of an error's location, without the labels of unions."""
+        models: list[type[BaseModel]] = [RunConfig]
+        if prefix and self.objective is not None:
+            models = [self.objective]
+        location, is_union = error["loc"], False
+        for place, part in enumerate(location, start=1):
+            owners = [model for model in models if part in model.model_fields]
+            if isinstance(part, str) and is_union and not owners:
+                if _is_unknown(error) and place == len(location):
+                    yield part
+                models = _of_kind(models, part) or models
                 continue
-            keys.append(str(part))
-            field = model.model_fields.get(str(part)) if model else None
-            is_kind = field is not None and field.discriminator is not None
-            model = None
-        return keys
+            yield str(part)
+            if isinstance(part, str):
+                fields = [model.model_fields[part] for model in owners]
+                is_union = any(_is_union(field.annotation) for field in fields)
+                models = [each for field in fields for each in _models_in(field.annotation)]
 
     def _listed(self, sections: list[str]) -> str:
         return ", ".join(self._keys(sections))
 
     def _keys(self, sections: list[str]) -> list[str]:
-        model: type[BaseModel] = RunConfig
+        """Return the keys of a section; of several kinds, those that all have."""
+        models: list[type[BaseModel]] = [RunConfig]
         tree: Any = self.tree
         for section in sections:
             tree = tree.get(section) if isinstance(tree, Mapping) else None
             if section.isdigit():  # an index into a list, whose entries the model describes
                 continue
-            kind = tree.get("kind") if isinstance(tree, Mapping) else None
-            inner = self.objective if section == "objective" else _model_of(model, section, kind)
-            if inner is None:
+            models = self._models(models[0], section, tree)
+            if not models:
                 return []
-            model = inner
-        return [*model.model_fields, *shorthand_keys(".".join(sections))]
+        first, *others = models
+        common = [key for key in first.model_fields if all(key in m.model_fields for m in others)]
+        return [*common, *shorthand_keys(".".join(sections))]
+
+    def _models(self, model: type[BaseModel], section: str, tree: Any) -> list[type[BaseModel]]:
+        """Return the sections that may stand under a key; of several, the one of the kind given."""
+        if model is RunConfig and section == "objective":
+            return [] if self.objective is None else [self.objective]
+        field = model.model_fields.get(section)
+        found = _models_in(field.annotation) if field else []
+        kind = tree.get("kind") if isinstance(tree, Mapping) else None
+        return _of_kind(found, kind) or found
+
+
+def _is_unknown(error: Mapping[str, Any]) -> bool:
+    return bool(error["type"] == "extra_forbidden")
 
 
 # Of precisions, in the words of torch and of other codebases.
@@ -250,15 +300,22 @@ def _legal_words(error: Mapping[str, Any]) -> list[str]:
     return re.findall("'([^']*)'", error["ctx"]["expected"]) if is_one_of else []
 
 
-def _model_of(model: type[BaseModel], section: str, kind: object = None) -> type[BaseModel] | None:
-    """Return the section under a key; of several, the one of this kind."""
-    annotation = model.model_fields[section].annotation if section in model.model_fields else None
-    found = _models_in(annotation)
-    for each in found:
-        field = each.model_fields.get("kind")
-        if field is not None and typing.get_args(field.annotation)[0] == kind:
-            return each
-    return found[0] if found else None
+def _of_kind(models: Iterable[type[BaseModel]], kind: object) -> list[type[BaseModel]]:
+    """Return the sections with this `kind`, which is the label of a union's member too."""
+    return [
+        each
+        for each in models
+        if "kind" in each.model_fields
+        and kind in typing.get_args(each.model_fields["kind"].annotation)
+    ]
+
+
+def _is_union(annotation: Any) -> bool:
+    """Return whether values of several types, besides null, are accepted."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [each for each in typing.get_args(annotation) if each is not type(None)]
+        return len(kinds) > 1 or any(map(_is_union, kinds))
+    return any(map(_is_union, typing.get_args(annotation)))
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

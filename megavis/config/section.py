@@ -147,8 +147,7 @@ class EvaluationConfig(Section):
     """Seconds to wait at the end of training for the evaluation of the last checkpoint."""
 
 
-# The labels of the two forms are not keys: `SchemaNames` removes them from pydantic's errors.
-UNION_LABELS = ("one folder", "several folders")
+_FORMS = ("one folder", "several folders")
 
 
 class MixedSource(Section):
@@ -164,12 +163,12 @@ class MixedSource(Section):
 
 
 def _form(train: object) -> str:
-    return UNION_LABELS[isinstance(train, list | tuple)]
+    return _FORMS[isinstance(train, list | tuple)]
 
 
 TrainData = Annotated[
-    Annotated[str, Tag(UNION_LABELS[0])]
-    | Annotated[tuple[MixedSource, ...], Field(strict=False), Tag(UNION_LABELS[1])],
+    Annotated[str, Tag(_FORMS[0])]
+    | Annotated[tuple[MixedSource, ...], Field(strict=False), Tag(_FORMS[1])],
     Discriminator(_form),
 ]
 

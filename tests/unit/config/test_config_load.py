@@ -280,6 +280,50 @@ def test_invalid_override_gives_one_message(complain, small, word, message):
     assert "\n" not in answer
 
 
+WORDS = """\
+name: words
+objective:
+  name: compose
+  reads: {kind: patches, patch_size: 4}
+  schedule: {kind: one_by_one}
+  asks: {kind: shift}
+  density: {kind: squared_error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("schedule.prefix=-1", "schedule.prefix: input should be greater than or equal to 0, or"),
+        ("schedule.prefix=draw", "schedule.prefix: input should be a valid integer, or 'drawn',"),
+        ("schedule.order=5", "schedule.order: input should be a valid string, or a list, such as"),
+        ("weights.blocks=gtp", "weights.blocks: input should be a valid number, or 'xavier',"),
+        ("weights.positions=-1", "weights.positions: input should be greater than 0, or 'width',"),
+        ("condition=labels", "condition: must hold keys, not 'labels'; known here: kind"),
+        ("schedule.masked=1", "schedule.masked: unknown key; known here: kind, order, drawn,"),
+        ("schedule.length=given", "schedule.length: unknown key; known here: kind, order, drawn"),
+        ("num_classes=3", "num_classes: unknown key; did you mean 'condition.num_classes'?"),
+        ("place=both", "place: unknown key; did you mean 'asks.place'?"),
+        ("hidden_size=4", "hidden_size: unknown key; did you mean 'model.hidden_size'?"),
+        ("reads.tokenizer=run", "reads.tokenizer: unknown key; known here: kind, patch_size"),
+    ],
+)
+def test_messages_about_words_name_keys_and_no_types(complain, small, word, message):
+    """Pydantic's places have the types and kinds of a union too, and an error for each of them."""
+    answer = complain(WORDS + small.partition("  name: igpt\n")[2], f"objective.{word}")
+    assert answer.startswith(f"command line: objective.{message}")
+    assert "\n" not in answer
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("data.patch_size", "objective.reads.patch_size"), ("model.steps", "training.steps")],
+)
+def test_a_key_of_another_section_is_found(complain, small, key, meant):
+    answer = complain(WORDS + small.partition("  name: igpt\n")[2], f"{key}=4")
+    assert answer == f"command line: {key}: unknown key; did you mean '{meant}'?"
+
+
 @pytest.mark.parametrize(
     ("written", "value"),
     [("1e-3", 1e-3), ("1E-3", 1e-3), ("1.5e-4", 1.5e-4), ("1e2", 100.0), ("2", 2.0), (".5", 0.5)],
