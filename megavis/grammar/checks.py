@@ -8,21 +8,21 @@ choices that work, so that following one message never brings back another.
 
 from __future__ import annotations
 
-from functools import singledispatch
+import math
+from collections.abc import Sequence
+from typing import Any
 
 from megavis.config.schema import RunConfig
 from megavis.grammar.faults import Fault, Faults, nearest_divisors, one_of
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.sequence_checks import added_positions, check_asking, check_schedule
+from megavis.grammar.token_checks import check_token_kinds, check_tokens
 from megavis.grammar.words import (
     AskWord,
-    Colors,
     Diffusion,
-    Ids,
     InContext,
     Instruct,
     Labels,
-    Latents,
     LearnedTokens,
     Mask,
     Patches,
@@ -30,7 +30,6 @@ from megavis.grammar.words import (
     Shift,
     SquaredError,
     SquareTokens,
-    TokenWord,
     Visible,
 )
 
@@ -39,18 +38,21 @@ _SCHEDULES = {str(each.model_fields["kind"].default): each.schedules for each in
 _WITHOUT_CONDITION = "set {condition} to null"
 _WITHOUT_MEMORY = "set {memory} to null"
 _WITHOUT_TRANSFORM = "set {transform} to null"
-_ONE_KIND = "set {predicts} to null"
 
 
-def check(grammar: Grammar, run: RunConfig) -> Faults:
-    """Yield a fault for each choice that does not fit."""
+def check(grammar: Grammar, run: RunConfig, *, tries: bool = True) -> Faults:
+    """Yield a fault for each choice that does not fit.
+
+    Args:
+        tries: try the kinds of words that a remedy names, and name those that fit the rest.
+    """
     if run.data.frames is None and not run.data.image_size:
         return  # Reported by the checks of `data`.
-    wrong_tokens = next(_check_token_kinds(grammar, run), None)
+    wrong_tokens = next(check_token_kinds(grammar, run), None)
     if wrong_tokens is not None:
         yield wrong_tokens
         return
-    faults = [*_check_tokens(grammar, run), *_check_kinds(grammar)]
+    faults = [*check_tokens(grammar, run), *_check_kinds(grammar, run, tries)]
     yield from faults
     if faults:
         return
@@ -59,135 +61,60 @@ def check(grammar: Grammar, run: RunConfig) -> Faults:
         *check_asking(grammar.asks, grammar, run),
     ]
     rest += [*_check_decoder(grammar, run)]
-    rest += [*_check_positions(grammar, run), *_check_condition(grammar)]
-    rest += [*_check_memory(grammar, run), *_check_transform(grammar)]
+    rest += [*_check_positions(grammar, run), *_check_condition(grammar, run, tries)]
+    rest += [*_check_memory(grammar, run, tries), *_check_transform(grammar)]
     rest += _check_dense(grammar, run)
     yield from rest
     if not rest:
         yield from _check_rows(grammar, run)
 
 
-# Tokens.
-
-
-def _check_token_kinds(grammar: Grammar, run: RunConfig) -> Faults:
-    """Check that samples have the tokens that are read, and make those that are predicted."""
-    reads, predicts = grammar.reads, grammar.predicts
-    key, is_recorded = "reads.kind", run.data.frames is not None
-    if reads.kind == "frames" and not is_recorded:
-        text = "frames does not fit images"
-        yield Fault(key, text, "give data.frames in place of data.image_size, or set it to patches")
-    if reads.kind != "frames" and is_recorded:
-        text = f"{reads.kind} does not fit recordings, which data.frames describes"
-        yield Fault(key, text, "set it to frames")
-    if predicts is None:
-        return
-    key = "predicts.kind"
-    if reads.kind == "colors":
-        text = "palette shards contain no images to make other tokens of"
-        yield Fault("reads.kind", text, _ONE_KIND)
-    if predicts.kind == "colors":
-        yield Fault(key, "palette ids can be predicted only from palette ids", _ONE_KIND)
-    if "frames" in (reads.kind, predicts.kind):
-        yield Fault(key, "frames can be predicted only from frames", _ONE_KIND)
-    if grammar.asks.kind == "in_context":
-        yield Fault(key, "is not used with asks in_context, which predicts places", _ONE_KIND)
-
-
-def _check_tokens(grammar: Grammar, run: RunConfig) -> Faults:
-    """Check the sizes of the tokens, and that two kinds are made from the same images."""
-    reads, predicts = grammar.reads, grammar.predicts
-    own = [*_check_size(reads, "reads", run)]
-    yield from own
-    if predicts is None:
-        return
-    for name, tokens in (("reads", reads), ("predicts", predicts)):
-        if tokens.lacks_tokenizer:
-            text = "must name the run folder of the tokenizer that encodes images"
-            yield Fault(f"{name}.tokenizer", text, f"or {_ONE_KIND}")
-    sizes = [*_check_size(predicts, "predicts", run)]
-    yield from sizes
-    first, other = reads.grid(run.data), predicts.grid(run.data)
-    if not sizes and not own and first != other:
-        text = "has {} × {} tokens per image, but {{reads}} has {} × {}".format(*other, *first)
-        remedy = f"set {{predicts.patch_size}} to {run.data.image_size // first[0]}"
-        for name, grid in (("reads", first), ("predicts", other)):
-            if grid[0] != grid[1]:  # Some are stacked.
-                remedy = f"set {{{name}.stacked}} to 1"
-        yield Fault("predicts", text, remedy)
-
-
-@singledispatch
-def _check_size(tokens: TokenWord, name: str, run: RunConfig) -> Faults:
-    """Check that tokens tile the image, and that the tensor group divides a vocabulary."""
-    yield from ()
-
-
-@_check_size.register
-def _(tokens: SquareTokens, name: str, run: RunConfig) -> Faults:
-    side = run.data.image_size
-    if side % tokens.patch_size:
-        text = f"{tokens.patch_size} does not divide data.image_size {side}"
-        sizes = nearest_divisors(tokens.patch_size, side)
-        yield Fault(f"{name}.patch_size", text, f"set it to {sizes}")
-
-
-@_check_size.register
-def _(tokens: Colors, name: str, run: RunConfig) -> Faults:
-    # A palette may have fewer colours than there are logits.
-    size, tensor = tokens.vocabulary_size, run.parallel.tensor_model_parallel_size
-    yield from _check_vocabulary(tokens, name, run, f"set it to {size + -size % tensor}")
-
-
-@_check_size.register
-def _(tokens: Ids, name: str, run: RunConfig) -> Faults:
-    yield from _check_size.dispatch(SquareTokens)(tokens, name, run)
-    remedy = "set parallel.tensor_model_parallel_size to 1"
-    if run.parallel.sequence_parallel:
-        remedy += " and parallel.sequence_parallel to false"
-    yield from _check_vocabulary(tokens, name, run, remedy)
-
-
-def _check_vocabulary(tokens: Colors | Ids, name: str, run: RunConfig, remedy: str) -> Faults:
-    size, tensor = tokens.vocabulary_size, run.parallel.tensor_model_parallel_size
-    if size % tensor:
-        text = f"{size} is not divisible by tensor_model_parallel_size {tensor}"
-        yield Fault(f"{name}.vocabulary_size", text, remedy)
-
-
-@_check_size.register
-def _(tokens: Latents, name: str, run: RunConfig) -> Faults:
-    faults = [*_check_size.dispatch(SquareTokens)(tokens, name, run)]
-    yield from faults
-    side = run.data.image_size // tokens.patch_size
-    if not faults and side % tokens.stacked:
-        text = f"{tokens.stacked} does not divide the {side} latents of a row"
-        sizes = nearest_divisors(tokens.stacked, side)
-        yield Fault(f"{name}.stacked", text, f"set it to {sizes}")
-    if tokens.tokenizer_beta is not None and tokens.lacks_tokenizer:
-        text = f"needs {{{name}.tokenizer}}, the run of that VAE"
-        yield Fault(f"{name}.tokenizer_beta", text, "name it, or set this to null")
-
-
 # Kinds of schedule, asking and density.
 
 
-def _check_kinds(grammar: Grammar) -> Faults:
+def _check_kinds(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
     """Check that schedule, asking and density fit each other and the tokens."""
     asks, schedule = grammar.asks.kind, grammar.schedule.kind
     can_ask = _fitting_asking(grammar)
     if schedule not in grammar.asks.schedules:
-        fitting = one_of(grammar.asks.schedules)
+        needed = grammar.asks.schedules
         possible = [name for name, schedules in can_ask.items() if schedule in schedules]
-        remedy = f"set {{asks.kind}} to {one_of(possible)}"
-        if asks in can_ask:
-            remedy += f", or {{schedule.kind}} to {fitting}"
-        yield Fault("asks.kind", f"{asks} needs schedule {fitting}, not {schedule}", remedy)
+        choices: dict[str, Sequence[str]] = {
+            "asks": possible,
+            "schedule": needed if asks in can_ask else (),
+        }
+        if tries:
+            fitting = {
+                word: _that_fit(grammar, run, word, kinds) for word, kinds in choices.items()
+            }
+            choices = {**fitting} if any(fitting.values()) else choices
+        remedy = ", or ".join(
+            f"{{{word}.kind}} to {one_of(kinds)}" for word, kinds in choices.items() if kinds
+        )
+        text = f"{asks} needs schedule {one_of(needed)}, not {schedule}"
+        yield Fault("asks.kind", text, f"set {remedy}")
     elif asks not in can_ask:
         text = f"positions of {grammar.reads.kind} cannot be predicted"
         yield Fault("reads.kind", text, "set it to patches, or {asks.kind} to visible")
     else:
-        yield from _check_density(grammar)
+        yield from _check_density(grammar, run, tries)
+
+
+def _that_fit(grammar: Grammar, run: RunConfig, word: str, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return those of some kinds of a word that, with their default keys, fit all other words."""
+    found = []
+    for kind in kinds:
+        keys: dict[str, Any] = {"kind": kind}
+        if word == "reads" and isinstance(grammar.reads, SquareTokens):
+            keys["patch_size"] = grammar.reads.patch_size
+        words: dict[str, Any] = {word: keys}
+        if word == "asks":
+            default = "none" if kind == "in_context" else "learned"
+            words["positions"] = run.model.positions or default
+        tried = Grammar.model_validate({**dict(grammar), **words})
+        if not any(check(tried, run, tries=False)):
+            found.append(kind)
+    return tuple(found)
 
 
 def _fitting_asking(grammar: Grammar) -> dict[str, tuple[str, ...]]:
@@ -196,7 +123,7 @@ def _fitting_asking(grammar: Grammar) -> dict[str, tuple[str, ...]]:
     return {kind: each for kind, each in _SCHEDULES.items() if kind != "in_context" or has_places}
 
 
-def _check_density(grammar: Grammar) -> Faults:
+def _check_density(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
     asks, density, kind = grammar.asks.kind, grammar.density, grammar.predicted.kind
     gaussians = ("gaussian_mixture", "correlated_gaussian")
     fitting: tuple[str, ...] = ("squared_error", *gaussians, "diffusion")
@@ -205,22 +132,28 @@ def _check_density(grammar: Grammar) -> Faults:
     elif grammar.predicted.is_discrete:
         fitting = ("categorical",)
     if density.kind in fitting:
-        if asks == "visible" and density.has_decoder:
-            text = "mlp cannot follow the decoder blocks of asks visible"
-            yield Fault("density.decoder", text, "set it to linear")
         return
+    if tries:
+        fitting = _that_fit(grammar, run, "density", fitting) or fitting
     text, remedy = f"{density.kind} cannot predict {kind}", f"set it to {one_of(fitting)}"
     if "place" in (density.kind, *fitting):
         text = f"{density.kind} cannot be combined with asks {asks}"
     if density.kind == "place" and "in_context" in _fitting_asking(grammar):
         remedy += ", or {asks.kind} to in_context"
         remedy += "" if asks == "visible" else " and {schedule.kind} to context"
+        if run.model.positions not in (None, "none"):
+            remedy += " and model.positions to none"
     yield Fault("density.kind", text, remedy)
 
 
 def _check_decoder(grammar: Grammar, run: RunConfig) -> Faults:
     """Check the width and the positions of a decoder in the head."""
     density, tensor = grammar.density, run.parallel.tensor_model_parallel_size
+    if not isinstance(density, SquaredError | Diffusion):
+        return
+    if grammar.asks.kind == "visible" and density.has_decoder:
+        yield _two_decoders(density)
+        return
     if isinstance(density, Diffusion):
         yield from _check_denoiser(density, run)
     if not isinstance(density, SquaredError):
@@ -243,12 +176,26 @@ def _check_decoder(grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault("density.decoder_positions", f"{text} {unit}", "set it to false")
 
 
+def _two_decoders(density: SquaredError | Diffusion) -> Fault:
+    text = f"{density.decoder} cannot follow the decoder blocks of asks visible"
+    remedy = "set it to linear"
+    if density.decoder_width is not None:
+        remedy += " and {density.decoder_width} to null"
+    if isinstance(density, SquaredError) and density.decoder_positions:
+        remedy += " and {density.decoder_positions} to false"
+    return Fault("density.decoder", text, remedy)
+
+
 def _check_denoiser(density: Diffusion, run: RunConfig) -> Faults:
     """Check the decoder and the noise levels of a diffusion density."""
     width, tensor = density.decoder_width, run.parallel.tensor_model_parallel_size
     if width is not None and density.decoder in ("linear", "transformer"):
         text = f"{width} is the width of an mlp or modulated_mlp decoder"
-        remedy = "set it to null, or {density.decoder} to mlp or modulated_mlp"
+        fits = {"mlp": not 4 * width % tensor, "modulated_mlp": not density.condition_on_gamma}
+        remedy = "set it to null"
+        if any(fits.values()):
+            kinds = one_of(kind for kind, fit in fits.items() if fit)
+            remedy += f", or {{density.decoder}} to {kinds}"
         yield Fault("density.decoder_width", f"{text}, not of a {density.decoder} one", remedy)
     elif width is not None and density.decoder == "mlp" and 4 * width % tensor:
         text = f"4 · {width} is not divisible by tensor_model_parallel_size {tensor}"
@@ -258,6 +205,8 @@ def _check_denoiser(density: Diffusion, run: RunConfig) -> Faults:
         yield Fault("density.condition_on_gamma", text, "set it to false")
     if density.noise == "beta" and density.learns_variance:
         remedy = "set it to false, or {density.noise} to cosine"
+        if density.sampling_steps > density.noise_steps:
+            remedy += f" and {{density.sampling_steps}} to {density.noise_steps}"
         yield Fault("density.learns_variance", "true needs steps of a cosine schedule", remedy)
     if density.noise == "cosine" and density.sampling_steps > density.noise_steps:
         count = density.noise_steps
@@ -285,7 +234,7 @@ def _check_positions(grammar: Grammar, run: RunConfig) -> Faults:
 # Condition, memory and transform.
 
 
-def _check_condition(grammar: Grammar) -> Faults:
+def _check_condition(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
     """Check the tokens and asking of a conditional model."""
     condition, asks, reads = grammar.condition, grammar.asks, grammar.reads.kind
     if condition is None:
@@ -308,7 +257,8 @@ def _check_condition(grammar: Grammar) -> Faults:
     if condition.kind == "pooled_features":
         if reads != "patches":
             text = f"features are computed from images, which {reads} shards lack"
-            yield Fault("reads.kind", text, f"{_WITHOUT_CONDITION}{_on_images(reads)}")
+            remedy = f"{_WITHOUT_CONDITION}{_on_images(grammar, run, tries)}"
+            yield Fault("reads.kind", text, remedy)
         if asks.kind == "in_context":
             text = "features of the image would reveal the position of every token"
             yield Fault("condition.kind", text, _WITHOUT_CONDITION)
@@ -322,19 +272,22 @@ def _check_modulation(grammar: Grammar) -> Faults:
     if asks == "visible":
         text = f"{condition.modulation} does not reach the decoder of asks visible"
         yield Fault(key, text, "set it to none")
+    elif condition.has_row_vectors and asks not in ("shift", "mask", "in_context"):
+        text = f"rows of asks {asks} are numbered differently in generation and in training"
+        yield Fault(key, text, "set it to none" if grammar.memory else "set it to class or none")
     elif grammar.memory is not None:
         text = f"{condition.modulation} cannot be combined with the encoder of {{memory}}"
         yield Fault(key, text, "set it to none, or {memory} to null")
-    elif condition.has_row_vectors and asks not in ("shift", "mask", "in_context"):
-        text = f"rows of asks {asks} are numbered differently in generation and in training"
-        yield Fault(key, text, "set it to class or none")
 
 
-def _on_images(reads: str) -> str:
-    return "" if reads == "frames" else ", or {reads.kind} to patches"
+def _on_images(grammar: Grammar, run: RunConfig, tries: bool) -> str:
+    """Return the choice of reading patches instead, where the other words allow it."""
+    if not tries or not _that_fit(grammar, run, "reads", ["patches"]):
+        return ""
+    return ", or {reads.kind} to patches"
 
 
-def _check_memory(grammar: Grammar, run: RunConfig) -> Faults:
+def _check_memory(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
     """Check the tokens, asking and sizes of a model with an encoder."""
     memory, reads, asks = grammar.memory, grammar.reads.kind, grammar.asks.kind
     if memory is None:
@@ -347,7 +300,8 @@ def _check_memory(grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault("memory", text, _WITHOUT_MEMORY)
     elif reads in ("colors", "frames"):
         text = f"an encoder reads images, which {reads} shards lack"
-        yield Fault("reads.kind", text, f"{_WITHOUT_MEMORY}{_on_images(reads)}")
+        remedy = f"{_WITHOUT_MEMORY}{_on_images(grammar, run, tries)}"
+        yield Fault("reads.kind", text, remedy)
     else:
         yield from _check_encoder(grammar, run)
 
@@ -361,21 +315,25 @@ def _check_encoder(grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{memory.patch_size} does not divide data.image_size {side}"
         sizes = nearest_divisors(memory.patch_size, side)
         yield Fault("memory.patch_size", text, f"set it to {sizes}")
-        return
     width = memory.hidden_size or run.model.hidden_size
     heads = memory.num_attention_heads or run.model.num_attention_heads
     if width % parts:
         text = f"{width} is not divisible by {run.parallel.head_parts_text}"
-        yield Fault("memory.hidden_size", text, f"set it to {-(-width // parts) * parts}")
+        divided = -(-heads // parts) * parts
+        unit = math.lcm(parts, divided)
+        remedy = f"set it to {-(-width // unit) * unit}"
+        remedy += "" if heads == divided else f" and {{{key}}} to {divided}"
+        yield Fault("memory.hidden_size", text, remedy)
     elif width % heads:
         text = f"width {width} is not divisible by {heads} heads"
         yield Fault(key, text, f"set it to {nearest_divisors(heads, width, parts)}")
     elif heads % parts:
         text = f"{heads} heads are not divisible by {run.parallel.head_parts_text}"
         yield Fault(key, text, f"set it to {nearest_divisors(heads, width, parts)}")
-    count = (side // memory.patch_size) ** 2
-    what = f"{count} patches of the encoder"
-    yield from check_split(run, count, what=what, changes=("memory.patch_size",))
+    if side % memory.patch_size == 0:
+        count = (side // memory.patch_size) ** 2
+        what = f"{count} patches of the encoder"
+        yield from check_split(run, count, what=what, changes=("memory.patch_size",))
 
 
 def _check_transform(grammar: Grammar) -> Faults:

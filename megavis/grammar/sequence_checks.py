@@ -7,7 +7,7 @@ from functools import singledispatch
 
 from megavis.config.schema import RunConfig
 from megavis.config.section import ROTARY
-from megavis.grammar.boundaries import boundaries_error, context_size, max_groups
+from megavis.grammar.boundaries import Segmentation, boundaries_error, context_size, max_groups
 from megavis.grammar.faults import Fault, Faults, nearest_divisors
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.words import (
@@ -39,26 +39,29 @@ def check_schedule(schedule: ScheduleWord, grammar: Grammar, run: RunConfig) -> 
 @check_schedule.register
 def _(schedule: Groups, grammar: Grammar, run: RunConfig) -> Faults:
     boundaries, count, key = schedule.boundaries, grammar.num_tokens(run), "schedule.boundaries"
+    # Random length needs fewer groups than fixed length, which is what other lengths would be.
+    cut: Segmentation = "random" if schedule.length == "given" else schedule.length
+    most = max_groups(cut, count)
+    fewer = schedule.num_groups > most
+    groups = f" and {{schedule.num_groups}} to {max(1, most)}" if fewer else ""
+    fault = boundaries_error(boundaries, count) if boundaries is not None else None
     if boundaries is None and schedule.length == "given":
         text = "must list where groups end if {schedule.length} is given"
-        yield Fault(key, text, "list them, or set {schedule.length} to random")
+        yield Fault(key, text, f"list them, or set {{schedule.length}} to random{groups}")
     elif boundaries is not None and schedule.length != "given":
         text = f"is for {{schedule.length}} given, not {schedule.length}"
-        yield Fault(key, text, "set it to null, or {schedule.length} to given")
-    elif boundaries is not None:
-        fault = boundaries_error(boundaries, count)
-        if fault:
-            remedy = "correct them, or set it to null and {schedule.length} to random"
-            yield Fault(key, fault, remedy)
-    elif schedule.length != "given":
-        most = max_groups(schedule.length, count)
-        if schedule.num_groups > most:
-            text = f"{schedule.num_groups} groups cannot be cut from {count} tokens with"
-            text = f"{text} {schedule.length} length"
-            remedy = f"use at most {most}: set it to {most}"
-            if not most:
-                remedy = "use smaller tokens, or set {schedule.length} to fixed"
-            yield Fault("schedule.num_groups", text, remedy)
+        other = "" if fault else ", or {schedule.length} to given"
+        yield Fault(key, text, f"set it to null{groups}{other}")
+    elif fault:
+        remedy = "correct them, or set it to null and {schedule.length} to random"
+        yield Fault(key, fault, f"{remedy}{groups}")
+    elif fewer and boundaries is None:
+        text = f"{schedule.num_groups} groups cannot be cut from {count} tokens with"
+        text = f"{text} {schedule.length} length"
+        remedy = f"use at most {most}: set it to {most}"
+        if not most:
+            remedy = "use smaller tokens, or set it to 1 and {schedule.length} to fixed"
+        yield Fault("schedule.num_groups", text, remedy)
 
 
 @check_schedule.register
@@ -96,7 +99,8 @@ def _(schedule: OneByOne, grammar: Grammar, run: RunConfig) -> Faults:
             yield Fault("schedule.order", text, "list each of them once, or set it to raster")
     elif rows != columns and order not in ("raster", "random"):
         text = f"{order} needs a square grid, and tokens are {rows} × {columns}"
-        yield Fault("schedule.order", text, "set it to raster or random")
+        is_shifted = isinstance(grammar.asks, Shift) and grammar.asks.place != "both"
+        yield Fault("schedule.order", text, f"set it to raster{'' if is_shifted else ' or random'}")
     elif order in ("nested_raster", "round_robin") and rows % schedule.order_block:
         text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
         sizes = nearest_divisors(schedule.order_block, rows)
@@ -119,24 +123,34 @@ def _check_annealing(schedule: OneByOne, shares: tuple[float, float]) -> Faults:
 
 
 def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
-    key, asks = "schedule.prefix", grammar.asks
-    text = "a prefix needs asks of kind shift with place content"
+    """Check that an order gives the prefix, rows hold its places, and it leaves tokens."""
+    asks, texts, changes = grammar.asks, [], []
     if schedule.differs_by_image:
-        text = "a prefix needs an order that is the same for all images"
-        other = "order} to raster" if schedule.anneal is None else "anneal} to null"
-        yield Fault(key, text, f"set it to 0, or {{schedule.{other}")
-    elif asks.kind != "shift":
-        remedy = "set it to 0"
-        if grammar.condition is None or grammar.condition.kind == "labels":
-            remedy += ", or {asks.kind} to shift and {asks.place} to content"
-        yield Fault(key, text, remedy)
-    elif not asks.holds_place:
-        yield Fault(key, text, "set it to 0, or {asks.place} to content")
-    elif schedule.num_given >= count:
-        text = f"{schedule.prefix} of {count} tokens leaves none to predict"
+        texts += ["a prefix needs an order that is the same for all images"]
+        changes += ["order} to raster" if schedule.anneal is None else "anneal} to null"]
+        changes = [f"{{schedule.{each}" for each in changes]
+    if asks.kind != "shift" or not asks.holds_place:
+        texts += ["a prefix needs asks of kind shift with place content"]
+        changes += [] if asks.kind == "shift" else ["{asks.kind} to shift"]
+        changes += ["{asks.place} to content"]
+    if schedule.num_given >= count:
+        texts += [f"{schedule.prefix} of {count} tokens leaves none to predict"]
         if schedule.draws_given:
-            text = "a drawn prefix needs at least two tokens, and images have one"
-        yield Fault(key, text, f"set it to {count - 1} or less")
+            texts[-1] = "a drawn prefix needs at least two tokens, and images have one"
+        changes += [f"{{schedule.prefix}} to {count - 1}"]
+    if not texts:
+        return
+    remedy = f"set it to {count - 1} or less"
+    if len(texts) > 1 or schedule.num_given < count:
+        remedy = f"set it to 0{_with_start(asks)}"
+        if grammar.condition is None or grammar.condition.kind == "labels":
+            remedy += f", or {' and '.join(changes)}"
+    yield Fault("schedule.prefix", texts[0], remedy)
+
+
+def _with_start(asks: AskWord) -> str:
+    """Return the change that predicts the first token, if it was given before."""
+    return " and {asks.start} to true" if isinstance(asks, Shift) and not asks.start else ""
 
 
 @singledispatch
@@ -156,7 +170,9 @@ def _(asks: Shift, grammar: Grammar, run: RunConfig) -> Faults:
     if place != "both" and is_random:
         text = f"{place} does not encode the position of the"
         text += f" {'held' if place == 'asked' else 'next'} token, which differs by image in"
-        remedy = "set it to both, or {asks.kind} to query"
+        remedy = "set it to both"
+        remedy += "" if grammar.positions in ADDED else " and model.positions to learned"
+        remedy += ", or {asks.kind} to query"
         yield Fault("asks.place", f"{text} order random", remedy)
     if place == "both" and grammar.positions not in ADDED:
         remedy = f"set it to {added_positions(run)}"
@@ -176,6 +192,8 @@ def _remedy_without_start(asks: Shift, grammar: Grammar, run: RunConfig) -> str:
     """Return the changes that predict the first token, or that give it where possible."""
     remedy, schedule = "set it to true", grammar.schedule
     if schedule.differs_by_image or grammar.num_tokens(run) == 1 or grammar.transform is not None:
+        return remedy
+    if grammar.condition is not None and grammar.condition.kind != "labels":
         return remedy
     place = "" if asks.holds_place else " and {asks.place} to content"
     return f"{remedy}, or {{schedule.prefix}} to 1{place}"
@@ -215,7 +233,8 @@ def _(asks: Query, grammar: Grammar, run: RunConfig) -> Faults:
 def _(asks: Instruct, grammar: Grammar, run: RunConfig) -> Faults:
     if grammar.positions == "none":
         text = "none gives the rows of asks instruct no places to hold"
-        remedy = f"set it to {added_positions(run)}, rope_1d or rope_2d"
+        kinds = "" if asks.zero_start else f"{added_positions(run)}, "
+        remedy = f"set it to {kinds}rope_1d or rope_2d"
         yield Fault("model.positions", text, remedy)
     if asks.zero_start and grammar.positions not in ROTARY:
         text = f"positions of kind {grammar.positions} do not rotate queries and keys"

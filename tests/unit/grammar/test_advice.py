@@ -243,6 +243,127 @@ def test_advice_leads_to_an_accepted_config():
     assert sum(len(path) > 1 for path in paths) > 100
 
 
+PATCHES = {"kind": "patches", "patch_size": 4}
+ORDER, RANDOM = {"kind": "one_by_one"}, {"kind": "one_by_one", "order": "random"}
+SHIFT, ERROR = {"kind": "shift"}, {"kind": "squared_error"}
+GROUPS = {"kind": "groups", "num_groups": 3}
+IDS = {"kind": "ids", "vocabulary_size": 12, "patch_size": 4, "tokenizer": "run"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sections"),
+    [
+        # Kinds that others rule out: rounds by confidence, places, a second decoder.
+        ({"asks": {"kind": "visible"}}, {}),
+        ({"asks": {"kind": "in_context"}}, {}),
+        ({"asks": {"kind": "mask"}, "schedule": GROUPS, "density": {"kind": "diffusion"}}, {}),
+        ({"schedule": {"kind": "context"}, "density": {**ERROR, "decoder": "mlp"}}, {}),
+        ({"asks": {"kind": "mask"}}, {"model": {"positions": "none"}}),
+        ({"density": {"kind": "place"}, "schedule": {"kind": "context"}}, {}),
+        ({"density": {"kind": "place"}}, {"model": {"positions": "rope_2d"}}),
+        (
+            {
+                "reads": {"kind": "colors", "vocabulary_size": 12},
+                "density": {"kind": "categorical"},
+                "memory": {"kind": "encoded_image", "patch_size": 8},
+            },
+            {},
+        ),
+        # A second key that depends on the first.
+        ({"schedule": RANDOM}, {"model": {"positions": "rope_1d"}}),
+        ({"schedule": {**RANDOM, "prefix": 3}, "asks": {**SHIFT, "place": "both"}}, {}),
+        ({"schedule": {**ORDER, "prefix": 300}}, {}),
+        ({"schedule": {**ORDER, "prefix": 2}, "asks": {**SHIFT, "start": False}}, {}),
+        ({"schedule": {**ORDER, "prefix": 3}, "asks": {"kind": "query"}}, {}),
+        (
+            {
+                "schedule": {**GROUPS, "num_groups": 40, "boundaries": [4, 40]},
+                "asks": {"kind": "query"},
+            },
+            {},
+        ),
+        (
+            {
+                "schedule": {**GROUPS, "num_groups": 40, "length": "given"},
+                "asks": {"kind": "query"},
+            },
+            {},
+        ),
+        (
+            {
+                "density": {
+                    "kind": "diffusion",
+                    "learns_variance": True,
+                    "noise_steps": 500,
+                    "sampling_steps": 1000,
+                }
+            },
+            {},
+        ),
+        (
+            {
+                "density": {
+                    "kind": "diffusion",
+                    "decoder": "linear",
+                    "decoder_width": 5,
+                    "condition_on_gamma": True,
+                }
+            },
+            {"parallel": {"tensor_model_parallel_size": 2}},
+        ),
+        (
+            {
+                "schedule": {"kind": "context"},
+                "asks": {"kind": "visible"},
+                "density": {
+                    **ERROR,
+                    "decoder": "mlp",
+                    "decoder_width": 8,
+                    "decoder_positions": True,
+                },
+            },
+            {},
+        ),
+        (
+            {
+                "schedule": {"kind": "masked"},
+                "asks": {"kind": "mask"},
+                "predicts": {**IDS, "patch_size": 5},
+                "density": {"kind": "categorical"},
+            },
+            {},
+        ),
+        (
+            {"memory": {"kind": "encoded_image", "hidden_size": 15, "num_attention_heads": 3}},
+            {"parallel": {"tensor_model_parallel_size": 2}},
+        ),
+        ({"asks": {"kind": "instruct", "zero_start": True}}, {"model": {"positions": "none"}}),
+        ({"schedule": {**ORDER, "order": "round_robin"}}, {"data": {"frames": [12, 5]}}),
+        (
+            {"reads": IDS, "density": {"kind": "categorical"}},
+            {"data": {"frames": [12, 5]}},
+        ),
+    ],
+)
+def test_each_remedy_is_enough(words, sections):
+    tree = copy.deepcopy(TREE)
+    tree["objective"] |= {"reads": PATCHES, "schedule": ORDER, "asks": SHIFT, "density": ERROR}
+    tree["objective"] |= words
+    for name, keys in sections.items():
+        tree[name] = {**tree[name], **keys}
+    if "frames" in tree["data"]:
+        tree["data"]["image_size"] = 0
+        if tree["objective"]["reads"] == PATCHES:
+            tree["objective"]["reads"] = {"kind": "frames"}
+    _, faults = checked(tree)
+    assert faults
+    for key, text in faults:
+        assert advised(key, text), text
+        for choice in advised(key, text):
+            left = checked(followed(tree, choice))[1]
+            assert {name for name, _ in left} < {name for name, _ in faults}, (choice, left)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_accepted_builds(build_paper, seed):
     numbers = random.Random(seed)
