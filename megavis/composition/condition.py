@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megavis.composition.encoded_tokens import open_ids_tokenizer
 from megavis.composition.parts import EmbeddingTable, Role
 from megavis.composition.tokens import OWN, Key, Tokens, check_images
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, blame
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
 from megavis.model.core import Core
@@ -230,10 +230,12 @@ class Labels(Condition):
         yield from super().check(manifest, tokens, name)
         wanted, given = self.num_classes, len(manifest.class_names)
         if given > wanted:
-            yield f"has {given} classes; {self.key('num_classes')} is {wanted}"
+            yield f"has {given} classes; {self.key('num_classes')} is {wanted}: set it to {given}"
         if not given:
-            text = f"has no labels, and {self.key('num_classes')} is {wanted}"
-            yield f"{text}; give labelled shards, or train without classes"
+            text = f"has no labels, and {self.key('num_classes')} is {wanted}; give labelled shards"
+            word = self.key("num_classes").removesuffix(".num_classes")
+            is_word = word.endswith(".condition")
+            yield f"{text}, or {f'set {word} to null' if is_word else 'train without classes'}"
 
 
 class PooledFeatures(Condition):
@@ -284,12 +286,13 @@ class PooledFeatures(Condition):
     @cached_property
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer; raise UserError if it does not fit the image or feature size."""
-        opened = open_ids_tokenizer(self.run_folder, self.key("tokenizer"))
-        # Called only to raise if the image does not fit.
-        opened.num_tokens(self.image_size)
-        if opened.feature_size != self.size:
-            raise UserError(
-                f"{self.run_folder} has features of {opened.feature_size} channels;"
-                f" {self.key('feature_size')} is {self.size}"
-            )
+        with blame(self.key("tokenizer")):
+            opened = open_ids_tokenizer(self.run_folder)
+            # Called only to raise if the image does not fit.
+            opened.num_tokens(self.image_size)
+            if opened.feature_size != self.size:
+                raise UserError(
+                    f"{self.run_folder} has features of {opened.feature_size} channels;"
+                    f" {self.key('feature_size')} is {self.size}"
+                )
         return opened

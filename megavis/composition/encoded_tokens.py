@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megavis.composition.tokens import OWN, Key, Vectors, Vocabulary, check_images
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, blame
 from megavis.data.codecs.label_maps import TargetKind, painted
 from megavis.data.format.manifest import Manifest
 from megavis.parallel.random import normal
@@ -89,19 +89,19 @@ class Ids(Vocabulary):
     def tokenizer(self) -> IdTokenizer:
         """The frozen tokenizer. Raises UserError: it gives no ids, or does not fit the config."""
         assert self.run_folder is not None
-        opened = open_ids_tokenizer(self.run_folder, self.key("tokenizer"))
-        where = f"{self.key('tokenizer')}: {self.run_folder}"
-        if opened.vocabulary_size != self.vocabulary_size:
-            raise UserError(
-                f"{where} has {opened.vocabulary_size} ids; {self.key('vocabulary_size')} is"
-                f" {self.vocabulary_size}"
-            )
-        given = opened.num_tokens(self.image_size)
-        if given != self.num_tokens:
-            raise UserError(
-                f"{where} encodes an image of {self.image_size}² pixels as {given} ids;"
-                f" {self.key('patch_size')} makes {self.num_tokens} tokens"
-            )
+        with blame(self.key("tokenizer")):
+            opened = open_ids_tokenizer(self.run_folder)
+            if opened.vocabulary_size != self.vocabulary_size:
+                raise UserError(
+                    f"{self.run_folder} has {opened.vocabulary_size} ids;"
+                    f" {self.key('vocabulary_size')} is {self.vocabulary_size}"
+                )
+            given = opened.num_tokens(self.image_size)
+            if given != self.num_tokens:
+                raise UserError(
+                    f"{self.run_folder} encodes an image of {self.image_size}² pixels as {given}"
+                    f" ids; {self.key('patch_size')} makes {self.num_tokens} tokens"
+                )
         return opened
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
@@ -142,14 +142,11 @@ class Ids(Vocabulary):
         return self.tokenizer.to(tokens.device).decode(tokens)
 
 
-def open_ids_tokenizer(run_folder: str, key: str) -> IdTokenizer:
-    """Open the tokenizer that config key `key` names; raise UserError if it gives no ids."""
-    try:
-        opened = open_tokenizer(run_folder)
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
+def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
+    """Open the tokenizer of a run; raise UserError if it gives no ids."""
+    opened = open_tokenizer(run_folder)
     if not isinstance(opened, IdTokenizer):
-        raise UserError(f"{key}: {run_folder} gives latents, not ids")
+        raise UserError(f"{run_folder} gives latents, not ids")
     return opened
 
 
@@ -308,16 +305,17 @@ class Latents(Vectors):
     def tokenizer(self) -> LatentTokenizer:
         """The frozen VAE; raise UserError if it gives no latents, or if they or β do not fit."""
         assert self.run_folder is not None
-        self._check_beta(Path(self.run_folder))
-        tokenizer = open_tokenizer(self.run_folder)
-        if not isinstance(tokenizer, LatentTokenizer):
-            raise UserError(f"{self.tokenizer_key}: {self.run_folder} gives ids, not latents")
-        given = tokenizer.latent_shape(self.image_size)
-        if given != self.shape:
-            raise UserError(
-                f"{self.tokenizer_key}: {self.run_folder} gives latents of shape {list(given)};"
-                f" the config's {self.shape_keys} is {list(self.shape)}"
-            )
+        with blame(self.tokenizer_key):
+            self._check_beta(Path(self.run_folder))
+            tokenizer = open_tokenizer(self.run_folder)
+            if not isinstance(tokenizer, LatentTokenizer):
+                raise UserError(f"{self.run_folder} gives ids, not latents")
+            given = tokenizer.latent_shape(self.image_size)
+            if given != self.shape:
+                raise UserError(
+                    f"{self.run_folder} gives latents of shape {list(given)}; the config's"
+                    f" {self.shape_keys} is {list(self.shape)}"
+                )
         return tokenizer
 
     def _check_beta(self, run_folder: Path) -> None:
@@ -325,8 +323,8 @@ class Latents(Vectors):
         found = read_config(run_folder)["objective"].get("beta")
         if self.beta is not None and found != self.beta:
             raise UserError(
-                f"{self.tokenizer_key}: {run_folder} is a VAE with beta {found}; this config needs"
-                f" beta {self.beta} ({self.key('tokenizer_beta')})"
+                f"{run_folder} is a VAE with beta {found}; this config needs beta {self.beta}"
+                f" ({self.key('tokenizer_beta')})"
             )
 
 

@@ -60,7 +60,8 @@ def _(schedule: Groups, grammar: Grammar, run: RunConfig) -> Faults:
         text = f"{text} {schedule.length} length"
         remedy = f"use at most {most}: set it to {most}"
         if not most:
-            remedy = "use smaller tokens, or set it to 1 and {schedule.length} to fixed"
+            one = "it to 1 and " if schedule.num_groups > 1 else ""
+            remedy = f"use smaller tokens, or set {one}{{schedule.length}} to fixed"
         yield Fault("schedule.num_groups", text, remedy)
 
 

@@ -125,3 +125,42 @@ def test_words_of_a_vit_are_exported_as_one(image_shards, tmp_path, capsys):
         assert main(words) == 0, capsys.readouterr().err
     settings = json.loads((tmp_path / "huggingface/config.json").read_text())
     assert (settings["model_type"], settings["patch_size"]) == ("vit", 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (
+            "reads: {kind: ids, patch_size: 4, vocabulary_size: 12, tokenizer: missing}, schedule:"
+            " {kind: one_by_one}, asks: {kind: shift}, density: {kind: categorical}",
+            "reads.tokenizer",
+        ),
+        (
+            "reads: {kind: patches, patch_size: 4}, predicts: {kind: latents, patch_size: 4,"
+            " tokenizer: missing}, schedule: {kind: masked}, asks: {kind: mask}, density:"
+            " {kind: squared_error}",
+            "predicts.tokenizer",
+        ),
+        (
+            "reads: {kind: patches, patch_size: 4}, schedule: {kind: groups, num_groups: 3}, asks:"
+            " {kind: query}, density: {kind: squared_error}, condition: {kind: pooled_features,"
+            " feature_size: 4, tokenizer: missing}",
+            "condition.tokenizer",
+        ),
+        (
+            "reads: {kind: patches, patch_size: 4}, schedule: {kind: one_by_one}, asks: {kind:"
+            " shift}, density: {kind: squared_error}, memory: {kind: encoded_image, num_layers: 1,"
+            " patch_size: 4, from_run: missing}",
+            "memory.from_run",
+        ),
+    ],
+)
+def test_a_run_that_is_missing_is_blamed_on_its_key(words, key, image_shards, tmp_path, capsys):
+    path = tmp_path / "words.yaml"
+    objective = f"{{name: compose, {words}}}"
+    path.write_text(tiny(objective, shards=image_shards, output=str(tmp_path / "runs")))
+    line = 1 + path.read_text().splitlines().index(f"    {key.rpartition('.')[2]}: missing")
+    for more in ([], ["--dry-run"]):
+        assert main(["train", str(path), "--device", "cpu", *more]) == 2
+        said = "".join(capsys.readouterr())
+        assert f"{path}:{line}: objective.{key}: missing " in said
