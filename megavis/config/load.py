@@ -24,6 +24,7 @@ from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.papers import PAPER_CONFIGS, missing_part
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
+from megavis.config.section import sections_in
 from megavis.config.shorthand import (
     CountImages,
     Shorthand,
@@ -227,7 +228,7 @@ class SchemaNames:
             if isinstance(part, str):
                 fields = [model.model_fields[part] for model in owners]
                 is_union = any(_is_union(field.annotation) for field in fields)
-                models = [each for field in fields for each in _models_in(field.annotation)]
+                models = [each for field in fields for each in sections_in(field.annotation)]
 
     def _listed(self, sections: list[str]) -> str:
         return ", ".join(self._keys(sections))
@@ -252,7 +253,7 @@ class SchemaNames:
         if model is RunConfig and section == "objective":
             return [] if self.objective is None else [self.objective]
         field = model.model_fields.get(section)
-        found = _models_in(field.annotation) if field else []
+        found = sections_in(field.annotation) if field else []
         kind = tree.get("kind") if isinstance(tree, Mapping) else None
         return _of_kind(found, kind) or found
 
@@ -316,13 +317,6 @@ def _is_union(annotation: Any) -> bool:
         kinds = [each for each in typing.get_args(annotation) if each is not type(None)]
         return len(kinds) > 1 or any(map(_is_union, kinds))
     return any(map(_is_union, typing.get_args(annotation)))
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the sections inside unions, tuples and annotations."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for each in typing.get_args(annotation) for model in _models_in(each)]
 
 
 _KEY = "tokenizer"

@@ -5,7 +5,7 @@ The sections here are `parallel`, `evaluation` and `data`; `schema.py` has the o
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -65,6 +65,13 @@ class Section(BaseModel):
     )
     sampling_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys that affect only sampling, neither weights nor losses."""
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections inside unions, tuples and annotations of a key."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for each in get_args(annotation) for model in sections_in(each)]
 
 
 class ParallelConfig(Section):

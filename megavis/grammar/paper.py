@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
+from megavis.config.errors import UserError
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
+from megavis.config.section import sections_in
 from megavis.grammar.checks import check
 from megavis.grammar.faults import Fault
 from megavis.grammar.grammar import Grammar, Words
@@ -35,6 +39,17 @@ class PaperConfig(ObjectiveConfig):
     names: ClassVar[Mapping[str, str | Renamed]] = {}
     """The paper's keys for keys of the grammar with other names, such as `schedule.length`."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Raise UserError if `names` has a key that the grammar or the paper lacks."""
+        is_paper = isinstance(cls.model_fields["name"].default, str)
+        for key, name in cls.names.items() if is_paper else ():
+            own = name.key if isinstance(name, Renamed) else name
+            for owner, path, what in ((Words, key, "the grammar"), (cls, own, "the paper")):
+                if not _has(owner, path):
+                    file = sys.modules[cls.__module__].__file__
+                    raise UserError(f"{file}: names of {cls.__name__}: {what} has no key {path!r}")
+
     @abstractmethod
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the paper in words; valid only if `own_faults` has none."""
@@ -44,27 +59,54 @@ class PaperConfig(ObjectiveConfig):
         yield from ()
 
     def check(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield what is wrong with the paper's keys, and then with its words."""
-        own = [*self.own_faults(run)]
-        yield from own
-        if not own and (self.takes_frames or run.data.frames is None):
-            # Two words may have one key, whose fault is then said once.
-            yield from dict.fromkeys(self._check_words(run))
+        """Yield what is wrong with the paper's keys, and then with its words.
 
-    def _check_words(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        An exception in the paper's own code is one of these, with its file and line.
+        """
         try:
-            grammar = self.grammar(run)
+            own, grammar = [*self.own_faults(run)], None
+            if not own and (self.takes_frames or run.data.frames is None):
+                grammar = self.grammar(run)
+                if not isinstance(grammar, Grammar):
+                    name = type(grammar).__name__
+                    raise TypeError(f"{type(self).__name__}.grammar returns {name}, not Grammar")
+        except UserError:
+            raise
         except ValidationError as error:
-            # A key of the paper has another range than the word's, or a word is misspelt.
-            for each in error.errors():
-                key = ".".join(map(str, each["loc"]))
-                name = f"objective.{key}" if _has(type(self), key) else "objective"
-                text = f"{each['msg'][0].lower()}{each['msg'][1:]}, not {each['input']!r}"
-                yield name, f"{text} (key {key} of the word {error.title})"
+            yield from self._word_errors(error)
             return
+        except Exception as error:
+            yield "objective", f"{self._place(error)}{type(error).__name__}: {error}"
+            return
+        yield from own
+        # Two words may have one key, whose fault is then said once.
+        yield from dict.fromkeys(self._faults(grammar, run) if grammar is not None else ())
+
+    def _faults(self, grammar: Grammar, run: RunConfig) -> Iterator[ConfigIssue]:
         for fault in check(grammar, run):
             text = f"{fault.text}; {self._remedy(fault)}"
             yield self.key(fault.key), self.in_own_keys(text)
+
+    def _word_errors(self, error: ValidationError) -> Iterator[ConfigIssue]:
+        """Yield that a word has another range than the paper's key, or is misspelt."""
+        for each in error.errors():
+            key = ".".join(map(str, each["loc"]))
+            text = f"{each['msg'][0].lower()}{each['msg'][1:]}, not {each['input']!r}"
+            text = f"{text} (key {key} of the word {error.title})"
+            if _has(type(self), key):
+                yield f"objective.{key}", text
+            else:
+                yield "objective", f"{self._place(error)}{text}"
+
+    def _place(self, error: Exception) -> str:
+        """Return file and line of the paper's code that an exception left last, for a message."""
+        modules = [sys.modules[each.__module__] for each in type(self).__mro__]
+        files = {each.__file__ for each in modules if each.__name__.startswith("megavis.")}
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [each for each in frames if each.filename in files - {__file__}]
+        if not own:
+            return f"{sys.modules[type(self).__module__].__file__}: "
+        return f"{own[-1].filename}:{own[-1].lineno}: "
 
     def _remedy(self, fault: Fault) -> str:
         name = self.names.get(fault.key)
@@ -119,9 +161,8 @@ class PaperConfig(ObjectiveConfig):
 
 
 def _has(section: type[BaseModel], path: str) -> bool:
-    """Return whether a section has a key, or a section with the rest of its path."""
+    """Return whether a section, of any kind, has a key, or a section with the rest of its path."""
     name, _, rest = path.partition(".")
     if name not in section.model_fields or not rest:
         return name in section.model_fields
-    inner = section.model_fields[name].annotation
-    return isinstance(inner, type) and issubclass(inner, BaseModel) and _has(inner, rest)
+    return any(_has(inner, rest) for inner in sections_in(section.model_fields[name].annotation))

@@ -69,7 +69,12 @@ class EncoderDecoderConfig(LatentTokensConfig):
 
     names: ClassVar[Mapping[str, str | Renamed]] = {
         **LatentTokensConfig.names,
-        **{f"memory.{name}": f"encoder_{name}" for name in EncodedImage.model_fields},
+        **{
+            f"memory.{name}": f"encoder_{name}"
+            for name in EncodedImage.model_fields
+            if name not in ("kind", "num_layers", "position_std")
+        },
+        "memory.num_layers": "encoder_layers",
         "memory.position_std": "position_std",
     }
 

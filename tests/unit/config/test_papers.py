@@ -212,3 +212,67 @@ def test_what_a_folder_lacks_is_said(own: Path, tmp_path: Path) -> None:
     assert f"{text} name: Literal['own'] = 'own'" in refused(tmp_path, "own")
     own.with_name("__init__.py").unlink()
     assert f"{own.parent} has no __init__.py" in refused(tmp_path, "own")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("Categorical(vocabulary=3)", "extra inputs are not permitted, not 3 (key vocabulary of"),
+        ("Categorical(bias=1)", "input should be a valid boolean, not 1 (key bias of the word"),
+        ("Categorical(bias=self.biass)", "AttributeError: 'OwnConfig' object has no attribute"),
+        ("Categorial()", "NameError: name 'Categorial' is not defined"),
+        ("Categorical(True)", "TypeError: "),
+        ("None", "input should be a valid dictionary or object to extract fields from, not None"),
+    ],
+)
+def test_a_mistake_in_a_grammar_has_a_place(
+    own: Path, tmp_path: Path, wrong: str, message: str
+) -> None:
+    method = f"""
+    def grammar(self, run):
+        words = dict(super().grammar(run))
+        words["density"] = {wrong}
+        return Grammar(**words)
+"""
+    config = own.with_name("config.py")
+    imports = "\nfrom megavis.grammar.grammar import Grammar\n"
+    config.write_text(f"{imports}from megavis.grammar.words import Categorical{OWN}{method}")
+    line = 1 + config.read_text().splitlines().index(f'        words["density"] = {wrong}')
+    if wrong == "None":
+        line += 1
+    said = refused(tmp_path, "own")
+    assert f"own.yaml:9: objective: {config}:{line}: {message}" in said
+    assert "\n" not in said
+
+
+def test_a_mistake_in_own_faults_has_a_place(own: Path, tmp_path: Path) -> None:
+    config = own.with_name("config.py")
+    config.write_text(f"{OWN}\n    def own_faults(self, run):\n        yield run.modle, ''\n")
+    line = len(config.read_text().splitlines())
+    said = refused(tmp_path, "own")
+    assert f"{config}:{line}: AttributeError: 'RunConfig' object has no attribute 'modle'" in said
+
+
+def test_a_grammar_that_returns_nothing_is_refused(own: Path, tmp_path: Path) -> None:
+    config = own.with_name("config.py")
+    config.write_text(f"{OWN}\n    def grammar(self, run):\n        pass\n")
+    text = f"objective: {config}: TypeError: OwnConfig.grammar returns NoneType, not Grammar"
+    assert text in refused(tmp_path, "own")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"schedule.lenght": "mode"}, "the grammar has no key 'schedule.lenght'"),
+        ({"schedule.kind": "mod"}, "the paper has no key 'mod'"),
+        ({"asks.decoder.width": "mode"}, "the grammar has no key 'asks.decoder.width'"),
+    ],
+)
+def test_names_of_keys_that_do_not_exist_are_refused(
+    own: Path, tmp_path: Path, names: dict[str, str], message: str
+) -> None:
+    """They would rename nothing, or name a key that no file can have."""
+    config = own.with_name("config.py")
+    config.write_text(f"{OWN}    names = {names}\n".replace("names =", "names: ClassVar[dict] ="))
+    config.write_text("from typing import ClassVar\n" + config.read_text())
+    assert f"{config}: names of OwnConfig: {message}" in refused(tmp_path, "own")

@@ -74,7 +74,10 @@ def test_one_stream_predicts_the_next_patch(build_gvp):
             [*ONE_STREAM, "objective.num_condition_tokens=0"],
             "needs a row before the first token, to predict it; set it to 1 or more",
         ),
-        (["objective.patch_size=12"], "use smaller tokens, or set it to 1 and objective.segmentation to fixed"),
+        (
+            ["objective.patch_size=12"],
+            "use smaller tokens, or set it to 1 and objective.segmentation to fixed",
+        ),
         (["objective.condition_size=4"], "objective.tokenizer: must name the run folder"),
         (
             ["objective.condition_size=4", "objective.num_condition_tokens=2"],
