@@ -115,14 +115,14 @@ Grid = tuple[int, int]
 
 @singledispatch
 def build_schedule(
-    word: words.ScheduleWord, asks: words.AskWord, run: RunConfig, grid: Grid
+    word: words.ScheduleWord, grammar: Grammar, run: RunConfig, grid: Grid
 ) -> Schedule:
-    """Return the schedule of a grid of tokens, with rows of this kind."""
+    """Return the schedule of a grid of tokens, in a grammar."""
     raise TypeError(word)
 
 
 @build_schedule.register
-def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+def _(word: words.OneByOne, grammar: Grammar, run: RunConfig, grid: Grid) -> Schedule:
     shared = torch.arange(grid[0] * grid[1])
     if word.order != "random" or word.drawn == "run":
         shared = order_of_run(word.order, *grid, block=word.order_block, seed=run.seed)
@@ -135,15 +135,15 @@ def _(word: words.OneByOne, asks: words.AskWord, run: RunConfig, grid: Grid) -> 
     return OneByOne(
         orders,
         prefix=word.prefix,
-        first_asked=asks.first_asked,
-        asks_several=asks.asks_several,
+        first_asked=grammar.asks.first_asked,
+        asks_several=grammar.asks.asks_several,
         seed=run.seed,
         annealing=annealing,
     )
 
 
 @build_schedule.register
-def _(word: words.Masked, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+def _(word: words.Masked, grammar: Grammar, run: RunConfig, grid: Grid) -> Schedule:
     return Masked(
         Orders(torch.arange(grid[0] * grid[1])),
         share=word.mask_ratio,
@@ -160,19 +160,24 @@ def _hidden_tokens(word: words.Masked | words.Context, grid: Grid) -> HiddenToke
 
 
 @build_schedule.register
-def _(word: words.Rounds, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+def _(word: words.Rounds, grammar: Grammar, run: RunConfig, grid: Grid) -> Schedule:
     count = grid[0] * grid[1]
     most = word.shown(count)[1]
     share = HiddenShare(count, word.least_masking, word.masking_deviation, count - most)
     if word.chosen == "order":
-        shown = count if asks.holds_hidden else most
+        shown = count if grammar.asks.holds_hidden else most
         return OrderedRounds(share, most_shown=shown, loss_average=word.loss_average, seed=run.seed)
-    orders = Orders(torch.arange(count))
-    return Rounds(orders, share=share, loss_average=word.loss_average, seed=run.seed)
+    return Rounds(
+        Orders(torch.arange(count)),
+        share=share,
+        loss_average=word.loss_average,
+        of_ids=grammar.predicted.is_discrete,
+        seed=run.seed,
+    )
 
 
 @build_schedule.register
-def _(word: words.Groups, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+def _(word: words.Groups, grammar: Grammar, run: RunConfig, grid: Grid) -> Schedule:
     # Without masks neither order nor groups matter.
     masks = run.finetune is None or run.finetune.visibility == "kept"
     return Groups(
@@ -188,13 +193,13 @@ def _(word: words.Groups, asks: words.AskWord, run: RunConfig, grid: Grid) -> Sc
 
 
 @build_schedule.register
-def _(word: words.Context, asks: words.AskWord, run: RunConfig, grid: Grid) -> Schedule:
+def _(word: words.Context, grammar: Grammar, run: RunConfig, grid: Grid) -> Schedule:
     return Context(
         grid[0] * grid[1],
         mask_ratio=word.mask_ratio,
         hidden=None if word.shape == "tokens" else _hidden_tokens(word, grid),
-        placed_ratio=asks.placed_share,
-        asks_context=asks.predicts_context,
+        placed_ratio=grammar.asks.placed_share,
+        asks_context=grammar.asks.predicts_context,
         seed=run.seed,
     )
 

@@ -95,9 +95,7 @@ class Layers(Backbone):
     @cached_property
     def schedule(self) -> Schedule:
         """What is known when each token is predicted."""
-        return build_schedule(
-            self.grammar.schedule, self.grammar.asks, self.config, self.reads.grid
-        )
+        return build_schedule(self.grammar.schedule, self.grammar, self.config, self.reads.grid)
 
     @cached_property
     def asks(self) -> Asking:

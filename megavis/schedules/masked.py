@@ -149,7 +149,7 @@ class CosineRounds:
 
 @dataclass(frozen=True)
 class RoundOptions(CosineRounds):
-    """Options of generation in rounds. Raises UserError: a value is out of its range."""
+    """Options of generation in rounds, of densities. Raises UserError: a value is out of range."""
 
     rounds: int = 16
     """Forward passes per image, 1 or more."""
@@ -165,21 +165,36 @@ class RoundOptions(CosineRounds):
             )
 
 
+@dataclass(frozen=True)
+class IdRoundOptions(RoundOptions):
+    """Options of generation in rounds, of ids, whose likelihoods vary less."""
+
+    choice_temperature: float = 4.5
+    """t_C, 0 or more; 4.5 as in MaskGIT's released configs (`sample_choice_temperature`)."""
+
+
 class Rounds(Hiding):
     """Mask a share of the tokens that is drawn for each image.
 
     Args:
         share: the distribution of the share.
         loss_average: `batch`: all masked tokens weigh the same; `images`: all images do.
+        of_ids: tokens are ids; otherwise their likelihoods are densities.
     """
 
-    options_type = RoundOptions
     needs_score = True
 
     def __init__(
-        self, orders: Orders, *, share: HiddenShare, loss_average: LossAverage, seed: int
+        self,
+        orders: Orders,
+        *,
+        share: HiddenShare,
+        loss_average: LossAverage,
+        of_ids: bool = False,
+        seed: int,
     ) -> None:
         super().__init__(orders, seed=seed)
+        self.options_type = IdRoundOptions if of_ids else RoundOptions
         self.share, self.loss_average = share, loss_average
 
     def draw_hidden(self, index: Tensor) -> Tensor:

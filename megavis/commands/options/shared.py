@@ -312,7 +312,11 @@ _OPTIONS: dict[str, tuple[type, str]] = {
         "passes in which tokens are generated, several in each; default: 16 for masked models, 64"
         " where they follow an order, one for each token where they are asked for one by one",
     ),
-    "choice_temperature": (float, "randomness of the tokens that masked models keep; default: 35"),
+    "choice_temperature": (
+        float,
+        "randomness of the tokens that masked models keep; default: 4.5 for ids, as in MaskGIT, 35"
+        " for others, as in GIVT at 256²",
+    ),
     "groups": (int, "number of groups in which hidden tokens are predicted"),
 }
 

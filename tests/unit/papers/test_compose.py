@@ -18,6 +18,7 @@ from compositions import (
     FEATURES,
     FRAMES,
     GROUPS,
+    IDS,
     ITSELF,
     LATENTS,
     MASK,
@@ -40,7 +41,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
 from megavis.papers.mp3.place_figures import Places
-from megavis.sampling.sampler import Sampler
+from megavis.sampling.sampler import Sampler, settings_of
 from megavis.schedules.one_by_one import OneByOne
 
 ROUNDS = "schedule: {kind: rounds}"
@@ -394,3 +395,19 @@ def test_other_papers_of_the_page_train(build_composition, tmp_path, words):
             if slope is not None:
                 weight -= 1e-3 * slope
     assert loss().item() < before.item()
+
+
+@pytest.mark.parametrize(
+    ("words", "temperature"),
+    [
+        ([PALETTE, ROUNDS, MASK, CATEGORICAL], 4.5),
+        ([f"reads: {IDS}", ROUNDS, MASK, CATEGORICAL], 4.5),
+        ([PATCHES, ROUNDS, MASK, MIXTURE], 35.0),
+        ([LATENTS, ROUNDS, MASK, MIXTURE], 35.0),
+    ],
+)
+def test_the_choice_temperature_fits_the_likelihoods(build_composition, words, temperature):
+    """GIVT's noise, for densities of many values, would drown the likelihoods of ids."""
+    objective, _ = build_composition(*words)
+    options = settings_of(objective, {"rounds": 3}).schedule
+    assert (options.rounds, options.choice_temperature) == (3, temperature)
