@@ -413,6 +413,7 @@ def _(word: words.SquaredError, head: HeadPlan) -> Density:
         factory, work = head.decoder(spec)
     return SquaredError(
         head.width,
+        norm=word.norm,
         normalize=word.normalize,
         build_head=factory,
         decoder=work,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -27,9 +28,11 @@ from megavis.tokenizers.patches import normalize_patches, with_statistics_of
 
 
 class SquaredError(Density):
-    """Mean squared error; sampling returns the prediction.
+    """Mean squared or absolute error; sampling returns the prediction.
 
     Args:
+        norm: `l2`, squared error, or `l1`, absolute error ("SimMIM: a Simple Framework for Masked
+            Image Modeling", section 3.4).
         normalize: standardise each target by its own mean and standard deviation ("Masked
             Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
         build_head: builds the last layer, which returns `[b, q, d]`.
@@ -42,6 +45,7 @@ class SquaredError(Density):
         self,
         num_outputs: int,
         *,
+        norm: Literal["l2", "l1"] = "l2",
         normalize: bool,
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
@@ -49,13 +53,14 @@ class SquaredError(Density):
     ) -> None:
         super().__init__(num_outputs, build_head)
         self.normalize_key = normalize_key
-        self.normalize, self.decoder = normalize, decoder
+        self.norm, self.normalize, self.decoder = norm, normalize, decoder
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean squared error over the values of each token, `[b, q]`."""
+        """Return the mean error over the values of each token, `[b, q]`."""
         if self.normalize:
             targets = normalize_patches(targets)
-        return (self.outputs(predictions).float() - targets).square().mean(-1)
+        errors = self.outputs(predictions).float() - targets
+        return (errors.abs() if self.norm == "l1" else errors.square()).mean(-1)
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return the predictions `[b, q, d]`."""

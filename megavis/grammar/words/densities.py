@@ -51,6 +51,9 @@ class SquaredError(DensityWord):
     """Squared error, which models a Gaussian with unit variance."""
 
     kind: Literal["squared_error"] = "squared_error"
+    norm: Literal["l2", "l1"] = "l2"
+    """`l2`: squared error; `l1`: absolute error, as in SimMIM (section 3.4), for which the
+    prediction is a median."""
     normalize: bool = False
     """Standardise each target by its own mean and standard deviation; disables generation."""
     decoder: Literal["linear", "mlp"] = "linear"

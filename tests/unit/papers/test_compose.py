@@ -397,6 +397,26 @@ def test_other_papers_of_the_page_train(build_composition, tmp_path, words):
     assert loss().item() < before.item()
 
 
+@pytest.mark.parametrize("normalize", ["false", "true"])
+def test_an_absolute_error_is_of_hidden_values(build_composition, normalize):
+    """Against torch's own loss (SimMIM, section 3.4: the mean over masked pixels)."""
+    masked = "schedule: {kind: masked, mask_ratio: 0.6, count: exact}"
+    density = f"density: {{kind: squared_error, norm: l1, normalize: {normalize}}}"
+    objective, inference = build_composition(PATCHES, masked, MASK, density)
+    images = photographs(2, 16)
+    sequence = objective.sequence(batch_of(images))
+    predictions = inference.predictions(sequence.inputs)
+    targets = objective.reads.of(images)
+    if normalize == "true":
+        deviation = (targets.var(-1, keepdim=True) + 1e-6).sqrt()
+        targets = (targets - targets.mean(-1, keepdim=True)) / deviation
+    hidden = objective.schedule.draw(torch.arange(2)).groups > 0
+    assert hidden.sum() == 20
+    expected = torch.nn.functional.l1_loss(objective.outputs(predictions)[hidden], targets[hidden])
+    torch.testing.assert_close(objective.loss(predictions, sequence.targets), expected)
+    assert objective.likelihood is None
+
+
 @pytest.mark.parametrize(
     ("words", "temperature"),
     [
