@@ -181,6 +181,7 @@ def _(asks: Shift, grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault(
             "model.positions", f"{grammar.positions} cannot add two places to a row", remedy
         )
+    yield from _check_zero_start(asks, grammar)
     if asks.sink and not asks.start:
         text = "true puts a row before the start token, which {asks.start} leaves out"
         yield Fault("asks.sink", text, "set it to false")
@@ -237,8 +238,20 @@ def _(asks: Instruct, grammar: Grammar, run: RunConfig) -> Faults:
         kinds = "" if asks.zero_start else f"{added_positions(run)}, "
         remedy = f"set it to {kinds}rope_1d or rope_2d"
         yield Fault("model.positions", text, remedy)
-    if asks.zero_start and grammar.positions not in ROTARY:
+    yield from _check_zero_start(asks, grammar)
+
+
+def _check_zero_start(asks: Shift | Instruct, grammar: Grammar) -> Faults:
+    """Check that the start token's queries and keys would be rotated."""
+    if not asks.zero_start:
+        return
+    text = ""
+    if grammar.positions not in ROTARY:
         text = f"positions of kind {grammar.positions} do not rotate queries and keys"
+    elif isinstance(asks, Shift) and not (asks.start and asks.holds_place):
+        text = "true needs a start token with a place of its own: {asks.start} true and"
+        text += " {asks.place} content"
+    if text:
         yield Fault("asks.zero_start", text, "set it to false")
 
 

@@ -114,6 +114,14 @@ class Shift(AskWord):
     sink: bool = False
     """Begin with a learned row that predicts nothing, before the start token: all others attend to
     it."""
+    zero_start: bool = False
+    """With `content`: zero the queries and keys of the start token, or of the class in its place,
+    and of a sink, instead of rotating them, as in LlamaGen's released code."""
+
+    @property
+    def zeroes_start(self) -> bool:
+        """As configured."""
+        return self.zero_start
 
     @property
     def has_start(self) -> bool:

@@ -62,6 +62,7 @@ CHOICES = {
             {"kind": "shift", "place": "both", "sink": True, "start": start}
             for start in (True, False)
         ),
+        *({"kind": "shift", "place": place, "zero_start": True} for place in ("asked", "content")),
         {"kind": "mask"},
         {"kind": "mask", "norm": True},
         {"kind": "mask", "filler": "zero_token"},
@@ -338,6 +339,7 @@ IDS = {"kind": "ids", "vocabulary_size": 12, "patch_size": 4, "tokenizer": "run"
             {"parallel": {"tensor_model_parallel_size": 2}},
         ),
         ({"asks": {"kind": "instruct", "zero_start": True}}, {"model": {"positions": "none"}}),
+        ({"asks": {**SHIFT, "zero_start": True}}, {"model": {"positions": "rope_2d"}}),
         ({"schedule": {**ORDER, "order": "round_robin"}}, {"data": {"frames": [12, 5]}}),
         (
             {"reads": IDS, "density": {"kind": "categorical"}},

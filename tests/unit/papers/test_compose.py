@@ -362,24 +362,25 @@ def other_papers():
     """Return the words of each row of the page's table, with small vocabularies."""
     table = PAGE.read_text(encoding="utf-8").partition("## Other papers")[2]
     for line in table.partition("## Examples")[0].splitlines():
-        if found := re.fullmatch(r"\| (\w+) \([^|]*\| ([^|]*`) \|[^|]*\|", line):
+        if found := re.fullmatch(r"\| (\w+) \([^|]*\| ([^|]*`) \|([^|]*)\|", line):
             words = re.sub(r"\b\d{4,}\b", lambda number: SMALLER[number[0]], found[2])
-            yield pytest.param(re.findall(r"`(.*?)`", words), id=found[1])
+            more = re.findall(r"`(model\..*?)`", found[3])
+            yield pytest.param(re.findall(r"`(.*?)`", words), more, id=found[1])
 
 
 def test_the_page_has_four_other_papers():
     assert [row.id for row in other_papers()] == ["MaskGIT", "LlamaGen", "SimMIM", "BEiT"]
 
 
-@pytest.mark.parametrize("words", other_papers())
-def test_other_papers_of_the_page_train(build_composition, tmp_path, words):
+@pytest.mark.parametrize(("words", "more"), other_papers())
+def test_other_papers_of_the_page_train(build_composition, tmp_path, words, more):
     """The loss falls along its gradient."""
     words = [word.replace("{kind: patches", "{kind: patches, patch_size: 4") for word in words]
     words = [word.replace("{kind: ids", "{kind: ids, patch_size: 4") for word in words]
     tokenizer = write_untrained_run(tmp_path)
     words = [word.replace("runs/gvp_vqgan", str(tokenizer)) for word in words]
     reads_ids = "{kind: ids" in words[0]
-    objective, inference = build_composition(*words, more=["data.image_size=16"])
+    objective, inference = build_composition(*words, more=["data.image_size=16", *more])
     inputs = torch.randint(12, (2, 16)) if reads_ids else photographs(2, 16)
     sequence = objective.training_sequence(batch_of(inputs))
     layers = inference.layers.modules

@@ -58,7 +58,9 @@ def palette_ids(count=2, seed=3):
 
 
 def turned(vector, place):
-    """Rotate a vector of a head by row and column: half of its pairs each."""
+    """Rotate a vector of a head by row and column: half of its pairs each; zeros at place -2."""
+    if place == -2:
+        return torch.zeros_like(vector)
     pairs, turned = vector.view(-1, 2), []
     quarter = len(pairs) // 2
     for number, (real, imaginary) in enumerate(pairs.tolist()):
@@ -139,6 +141,24 @@ def test_logits_match_a_decoder_in_plain_loops(make):
     sequence = objective.sequence(type(batch)(batch.inputs, labels, batch.sample_index))
     loss = objective.loss(inference.predictions(sequence.inputs), sequence.targets)
     torch.testing.assert_close(loss, sum(losses) / 2, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_shifted_rows_match_a_decoder_with_a_start_token_of_zeros(build_paper, zeros):
+    """LlamaGen: the class begins the rows, and its queries and keys are zeros in released code."""
+    asks = f"asks: {{kind: shift, place: content, zero_start: {str(zeros).lower()}}}"
+    text = tiny(
+        f"{{name: compose, {PALETTE}, {ONE_BY_ONE}, {asks}, {CATEGORICAL}, {CLASSES}}}",
+        data={"image_size": SIDE},
+        model={"positions": "rope_2d"},
+    )
+    objective, inference = build_paper(text, std=0.3)
+    weights, ids, label = weights_of(inference), palette_ids(1), torch.tensor([2])
+    logits = objective.outputs(inference.predictions(objective.inputs_from(ids, labels=label)))
+    rows = [weights["embedding.start.weight"][2], *weights["embedding.content.weight"][ids[0, :-1]]]
+    places = [-2 if zeros else -1, *range(SIDE * SIDE - 1)]
+    expected = decoded(weights, torch.stack(rows), places)
+    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rope_1d", "rope_2d"])
