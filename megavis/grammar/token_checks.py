@@ -73,7 +73,7 @@ def _as_many(faults: Sequence[Fault], other: TokenWord, run: RunConfig) -> Fault
     for fault in faults:
         fits = fault.key.endswith(".patch_size") and rows == columns
         remedy = f"set it to {run.data.image_size // rows}" if fits else fault.remedy
-        yield fault._replace(remedy=remedy)
+        yield Fault(fault.key, fault.text, remedy, fault.changes)
 
 
 @singledispatch
