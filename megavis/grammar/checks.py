@@ -3,7 +3,7 @@
 Each word is checked against those before it, in the order tokens, schedule, asking, density,
 condition, memory, transform; what depends on words that do not fit is not checked. A fault names
 keys of the grammar in braces, which a paper replaces by its own (`grammar/paper.py`), and ends in
-choices that work, so that following one message never brings back another.
+choices that work if nothing else is wrong, so that messages do not lead back and forth.
 """
 
 from __future__ import annotations
