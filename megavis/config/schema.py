@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
@@ -285,6 +285,26 @@ class TrainingConfig(Section):
     """Maximum number of automatic restarts (by SLURM or torchrun) without a new checkpoint."""
 
 
+_HEAD = (
+    "task",
+    "num_classes",
+    "visibility",
+    "read_out",
+    "layer",
+    "concatenate",
+    "average",
+    "linear_evaluation",
+    "standardize",
+    "layers",
+    "head_width",
+    "detector",
+    "window",
+    "global_blocks",
+    "relative_positions",
+)
+"""The keys of fine-tuning on which the head depends, and what it reads."""
+
+
 class FinetuneConfig(Section):
     """Training on labelled images: the paper's own loss, a cross-entropy of classes, or both."""
 
@@ -294,7 +314,8 @@ class FinetuneConfig(Section):
     Mask R-CNN on a simple pyramid, as in ViTDet; needs the extra `dense`)."""
 
     from_run: str | None = None
-    """Run folder with the initial weights; default: train from scratch."""
+    """Run folder with the initial weights; default: train from scratch. If it is a run of the same
+    task, head and classes, its head is trained further; otherwise the head is new."""
     from_step: Positive | None = None
     """Checkpoint of that run; default: the newest."""
     num_classes: Annotated[int, Field(gt=1)]
@@ -441,6 +462,16 @@ class RunConfig(Section):
     """Dashboards besides `metrics.jsonl`, which every run writes: `tensorboard`, `wandb`, `mlflow`.
     The latter two are extras, and write to the run folder unless their environment variables name
     a server."""
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The keys that fix a fine-tuning run's head and what it reads; empty for other runs."""
+        if self.finetune is None:
+            return {}
+        head = {f"finetune.{key}": getattr(self.finetune, key) for key in _HEAD}
+        if self.finetune.layer is None:
+            head["finetune.layer"] = self.model.num_layers
+        return {"model.features": self.model.features, **head}
 
     @property
     def has_dropout(self) -> bool:

@@ -32,7 +32,7 @@ Decay = Literal["always", "as embedding", "never"]
 """Weight decay of a parameter: with `as embedding`, only if `optimizer.decay_embeddings` is set."""
 Start = Literal["saved", "fresh", "saved or fresh"]
 """Weights of a parameter when fine-tuning starts from another run: the saved ones, the initial
-ones, or the saved ones if the run has them."""
+ones (unless the run has the same head), or the saved ones if the run has them."""
 
 
 @dataclass(frozen=True)

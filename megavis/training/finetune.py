@@ -8,6 +8,7 @@ the same half in every run.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,14 +133,23 @@ class Finetuning:
         return {part: folder / f"finetune_{part}.json" for part in self._parts}
 
     def start(self, engine: Engine) -> None:
-        """Load the source run's weights, if there is one."""
-        if self.objective.settings.from_run is not None:
-            start_from_weights(
-                source_checkpoint(self.objective.settings),
-                layers=engine.layers,
-                states=engine.states,
-                context=engine.context,
-            )
+        """Load the source run's weights, if there is one; its head's too if it is the same."""
+        config, settings = self.objective.config, self.objective.settings
+        if settings.from_run is None:
+            return
+        checkpoint, source = source_checkpoint(settings), load_run_config(Path(settings.from_run))
+        reason = _reason_for_new_head(source, config, checkpoint, self.class_names)
+        if source.finetune is not None and engine.context.is_main:
+            start = f"is new: {reason}" if reason else f"continues from {checkpoint}"
+            sys.stdout.write(f"the head {start}\n")
+            sys.stdout.flush()
+        start_from_weights(
+            checkpoint,
+            layers=engine.layers,
+            states=engine.states,
+            context=engine.context,
+            with_head=reason is None,
+        )
 
     def best_saved_step(self) -> int | None:
         """Return the best step that has a checkpoint; None if there is none yet."""
@@ -250,6 +260,26 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
     """
     assert settings.from_run is not None
     return chosen_checkpoint(Path(settings.from_run), settings.from_step)
+
+
+def _reason_for_new_head(
+    source: RunConfig, config: RunConfig, checkpoint: Path, class_names: Sequence[str]
+) -> str | None:
+    """Return why the head of the source does not fit a run; None if it does.
+
+    Args:
+        checkpoint: of the source. Released weights record no names of classes.
+        class_names: of the run.
+    """
+    if source.finetune is None:
+        return "the source has none"
+    for key, value in config.head.items():
+        if source.head[key] != value:
+            return f"the source has {key} {source.head[key]}, not {value}"
+    known = read_manifest(checkpoint).classes
+    if known and known != tuple(class_names):
+        return "the classes of the source have other names"
+    return None
 
 
 def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> None:

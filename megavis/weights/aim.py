@@ -110,7 +110,7 @@ def read_aim(args: argparse.Namespace) -> Released:
     Sizes are inferred from the tensors. `config.json`, if there is one, gives `num_heads` (default:
     width / 128), `img_size` (default: 224) and `probe_layers` (default: the last six). A head from
     a file of its own (`args.head`) takes the place of the one inside, and `args.head_layers` that
-    of `probe_layers`. If there is no head, the probe is zero, to be trained.
+    of `probe_layers`. If there is no head, the probe is new, to be trained.
 
     Raises:
         UserError: it contains no such network, or the layers of a head are not known.
@@ -131,7 +131,7 @@ def read_aim(args: argparse.Namespace) -> Released:
         layers = settings.get("probe_layers", "last") if has_head else "last"
     probed = _probed(args, layers, width, num_layers)
     if "head.linear.weight" not in tensors:
-        tensors |= _blank_head(width)
+        tensors |= _new_head(width)
     return Released(
         AIMConfig(patch_size=patch_size),
         tensors,
@@ -228,13 +228,18 @@ def _probed(args: argparse.Namespace, layers: Any, width: int, num_layers: int) 
     )
 
 
-def _blank_head(width: int) -> dict[str, Tensor]:
-    """Return the tensors of a head of two classes, all of whose weights are zero."""
-    square, ones = torch.zeros(width, width), torch.ones(width)
+def _new_head(width: int) -> dict[str, Tensor]:
+    """Return the tensors of a head of two classes, whose logits are zero until it is trained."""
+    generator, ones = torch.Generator().manual_seed(0), torch.ones(width)
+
+    def drawn(*shape: int, std: float) -> Tensor:
+        return std * torch.randn(*shape, generator=generator)
+
     return {
-        "head.cls_token": torch.zeros(1, 1, width),
-        "head.k.weight": square,
-        "head.v.weight": square.clone(),
+        # If these were zero too, it could not be trained.
+        "head.cls_token": drawn(1, 1, width, std=0.02),
+        "head.k.weight": drawn(width, width, std=width**-0.5),
+        "head.v.weight": drawn(width, width, std=width**-0.5),
         "head.linear.weight": torch.zeros(2, width),
         "head.bn.running_mean": torch.zeros(width),
         "head.bn.running_var": ones,

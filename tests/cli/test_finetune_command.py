@@ -297,3 +297,30 @@ def test_sampling_options_may_differ_from_the_source(diffusion_config, capsys, t
     assert f"was trained with {section}.noise_b 1.0, and this config has 2.0" in message
     words.append(f"output={tmp_path}")
     assert main(["finetune", str(path), "--device", "cpu", *words]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["parallel.zero_stage=1"]])
+def test_same_head_of_the_source_is_trained_further(config, tmp_path, capsys, words):
+    shared = [f"output={tmp_path}", "finetune.linear_evaluation=true", *words]
+
+    def classifier(name, *words):
+        assert (
+            main(["finetune", str(config), "--device", "cpu", *shared, f"name={name}", *words]) == 0
+        )
+        return read_weights(step_folder(tmp_path / name, 1), "head.classifier.")
+
+    first = classifier("first", "training.steps=1")
+    source = [f"finetune.from_run={tmp_path}/first", "training.steps=1"]
+    source += ["optimizer.learning_rate=1e-30"]
+    capsys.readouterr()
+    again = classifier("again", *source)
+    assert f"the head continues from {tmp_path}/first/" in capsys.readouterr().out
+    assert torch.equal(again["linear.weight"], first["linear.weight"])
+    # A tenth of the first batch's statistics is in the one, nearly two tenths are in the other.
+    assert again["standardize.mean"].norm() > 1.5 * first["standardize.mean"].norm()
+    other = classifier("other", *source, "finetune.read_out=last")
+    assert (
+        "the head is new: the source has finetune.read_out mean, not last"
+        in capsys.readouterr().out
+    )
+    assert not torch.equal(other["linear.weight"], first["linear.weight"])

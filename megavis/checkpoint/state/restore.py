@@ -69,19 +69,27 @@ def load_training_state(
 
 
 def start_from_weights(
-    folder: Path, *, layers: LocalLayers, states: ParameterStates, context: ParallelContext
+    folder: Path,
+    *,
+    layers: LocalLayers,
+    states: ParameterStates,
+    context: ParallelContext,
+    with_head: bool = False,
 ) -> None:
     """Load another run's weights into a DeepSpeed engine of any layout, before its first step.
 
-    Parameters that declare so (`Start`) keep their initial weights. Raises UserError on every
-    process if a file is damaged or the model differs.
+    Parameters that declare so (`Start`) keep their initial weights, unless `with_head`: both runs
+    have the same head of a task. Raises UserError on every process if a file is damaged or the
+    model differs.
     """
     check_files(folder, context)
-    # Buffers keep their initial values: all are batch-norm statistics in the head of a task.
     with CheckpointReader(folder) as reader:
+        if with_head:
+            # All buffers are batch-norm statistics in the head.
+            _fill_buffers(reader, layers)
         for name, parameter in layers.named_parameters():
             is_saved = f"weight/{name}" in reader.manifest.tensors
-            if not starts_fresh(parameter, is_saved=is_saved):
+            if (with_head and is_saved) or not starts_fresh(parameter, is_saved=is_saved):
                 held = states.held(parameter, "weight")
                 values = _weight(reader, name, held, parameter, context)
                 states.set_held(parameter, "weight", values)

@@ -243,7 +243,8 @@ def test_released_weights_are_imported(tmp_path, probed):
     torch.testing.assert_close(logits, probe(tensors, layers), rtol=1e-4, atol=1e-4)
 
 
-def test_trunk_without_a_head_is_imported(tmp_path):
+def test_trunk_without_a_head_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setattr(aim, "_IMAGE_SIZE", 16)
     tensors = {n: t for n, t in released().items() if not n.startswith("head.")}
     torch.save(tensors, tmp_path / "trunk.pth")
     run = tmp_path / "runs" / "aim"
@@ -251,6 +252,13 @@ def test_trunk_without_a_head_is_imported(tmp_path):
     config = load_config(run / "config.yaml").config
     assert (config.finetune.layer, config.finetune.average) == (LAYERS, LAYERS)
     assert config.model.num_attention_heads == 1
+    opened = megavis.load(run)
+    assert torch.equal(opened.outputs(photographs(1, 16)), torch.zeros(1, 2))
+    head = opened.inference.layers.modules[-1].classifier
+    head.train().requires_grad_(True)
+    with torch.enable_grad():
+        head(torch.randn(3, 2, WIDTH)).sum().backward()
+    assert head.linear.weight.grad.abs().min() > 0
 
 
 @pytest.fixture
