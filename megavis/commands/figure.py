@@ -35,6 +35,7 @@ from megavis.composition.finetuned import finetuned_of
 from megavis.composition.model import generator_of, model_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
+from megavis.config.load import load_run_config
 from megavis.config.papers import FigureSpec, paper_figures
 from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.labels import check_numbering
@@ -75,11 +76,22 @@ def plot_depth(args: argparse.Namespace) -> int:
 
 def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
     if args.probe is not None:
-        return ProbeResult.read(args.probe)
+        return _probe_of(args.run_folder, args.probe)
     with layout_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         check_applies("depth", opened)
         return probe_run(opened, args, _probe_settings(args))
+
+
+def _probe_of(run_folder: Path, path: Path) -> ProbeResult:
+    """Read the result of a probe. Raises UserError if it is another run's."""
+    config, result = load_run_config(run_folder), ProbeResult.read(path)
+    if result.run not in (None, config.name):
+        raise UserError(f"--probe {path}: this is a probe of {result.run}, not of {config.name}")
+    last, num_layers = result.trained[-1].layer, config.model.num_layers
+    if last > num_layers:
+        raise UserError(f"--probe {path}: it has a layer {last}; {config.name} has {num_layers}")
+    return result
 
 
 def _probe_settings(args: argparse.Namespace) -> ProbeSettings:

@@ -228,7 +228,8 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
         pairs = iter([pair for pair in pairs if opened.context.is_main])
         if not opened.context.is_main:
             return None
-    result = probe(next(pairs), pairs, data, step=opened.step, settings=settings)
+    trained_pair, run = next(pairs), opened.config.name
+    result = probe(trained_pair, pairs, data, step=opened.step, settings=settings, run=run)
     report_cache(cache)
     return result
 

@@ -160,12 +160,14 @@ def probe(
     *,
     step: int,
     settings: ProbeSettings | None = None,
+    run: str | None = None,
 ) -> ProbeResult:
     """Probe the layers of a network, of untrained networks, and raw pixels.
 
     Args:
         trained: `data.features` of the network.
         untrained: features of at least one network with fresh weights; consumed one at a time.
+        step: of the network's weights, for the record, as its `run`.
 
     Raises:
         UserError: the images have no labels, or are too few.
@@ -208,6 +210,7 @@ def probe(
         num_equal=data.num_equal,
         concatenated=tuple(concatenated),
         low_data=tuple(low_data),
+        run=run,
     )
 
 

@@ -114,6 +114,7 @@ class ProbeResult(Result):
         concatenated: concatenated adjacent layers, the trained network first; may be empty.
         low_data: with few labels, for the trained network, the first untrained one and raw pixels;
             may be empty.
+        run: name of the run; earlier files lack it.
     """
 
     command = "`megavis probe`"
@@ -134,6 +135,7 @@ class ProbeResult(Result):
     num_equal: int | None
     concatenated: tuple[ConcatenatedScore, ...]
     low_data: tuple[LowDataScore, ...]
+    run: str | None = None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def test_depth_and_likelihood_figures(run, capsys):
     record = json.loads((run / "evaluation" / "depth.json").read_text())
     assert (record["num_fitted"], record["num_held_out"], record["num_validation"]) == (96, 24, 36)
     assert record["splits"]["validation"].endswith("validation")
+    assert record["run"] == "small"
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     [shown] = events.Images("evaluation/depth")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tiny import BLOCK_OBJECTIVES, tiny
 
 from megavis.cli import main
 from megavis.data.loading.dataset import ShardDataset
@@ -42,6 +43,13 @@ def make_result(**changes):
         "low_data": (),
     }
     return ProbeResult(**{**content, **changes})
+
+
+def write_config(folder):
+    """Write the config of a run with two blocks; return the run folder."""
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(tiny(BLOCK_OBJECTIVES["gvp"]))
+    return folder / "run"
 
 
 def curves(figure):
@@ -106,13 +114,30 @@ def test_mean_loss_weights_images_equally(build, tmp_path, shard_folders):
 
 
 def test_depth_figure_from_a_probe_file(tmp_path, capsys):
-    make_result().write(tmp_path / "probe.json")
-    words = ["figure", "depth", str(tmp_path / "run"), "--probe"]
+    run = write_config(tmp_path)
+    make_result(run="tiny").write(tmp_path / "probe.json")
+    words = ["figure", "depth", str(run), "--probe"]
     assert main([*words, str(tmp_path / "probe.json")]) == 0
-    assert (tmp_path / "run" / "evaluation" / "depth.png").exists()
+    assert (run / "evaluation" / "depth.png").exists()
 
     (tmp_path / "other.json").write_text('{"step": 3}')
     capsys.readouterr()
     for wrong in ("other.json", "none.json"):
         assert main([*words, str(tmp_path / wrong)]) == 2
         assert "is not a result of `megavis probe`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": "other"}, "this is a probe of other, not of tiny"),
+        ({"trained": (LayerScore(9, 0.1, 0.5, 0.9, 0.6, None),)}, "it has a layer 9; tiny has 2"),
+    ],
+)
+def test_probe_of_another_run_is_refused(tmp_path, capsys, changes, message):
+    run = write_config(tmp_path)
+    make_result(**changes).write(tmp_path / "probe.json")
+    words = ["--probe", str(tmp_path / "probe.json")]
+    assert main(["figure", "depth", str(run), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (run / "evaluation" / "depth.png").exists()
