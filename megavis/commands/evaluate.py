@@ -21,13 +21,14 @@ from torch import Tensor
 from megavis.commands.opening import first_images, job_closed, open_held_out, open_run
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.config.errors import UserError
-from megavis.config.load import exported_names
+from megavis.config.load import exported_names, load_run_config
 from megavis.config.schema import RunConfig
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.labels import check_numbering
+from megavis.data.loading.leakage import check_no_overlap, find_shards, training_shards
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.classes import class_accuracies, fit_classifier
 from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
@@ -150,6 +151,11 @@ def samples_of(path: Path) -> Path:
     if not (path / "config.yaml").exists():
         return path
     files = sorted(path.glob("samples/*.npz"), key=lambda file: file.stat().st_mtime)
+    if not files and load_run_config(path).finetune is not None:
+        raise UserError(
+            f"{path} has no samples, since it is fine-tuned; `megavis ensemble {path} --images"
+            " FOLDER` measures the accuracy of a run that classifies"
+        )
     if not files:
         raise UserError(
             f"{path} has no samples; generate some: megavis sample {path} --num-images 50000 --npz"
@@ -186,6 +192,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     device, file = device_of(args), samples_of(args.samples)
     samples, train, real = NpzImages(file), ShardImages(args.train), ShardImages(args.images)
     names = _common_classes(train, real)
+    check_no_overlap(find_shards(str(args.images)), [find_shards(str(args.train))])
     images, labels = _labelled(train, device)
     classifier = fit_classifier(
         images, labels, num_classes=len(names), epochs=args.epochs, seed=args.seed
@@ -264,6 +271,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
         if not opened.objective.reconstructs:
             raise UserError(f"{opened.config.objective.name} does not reconstruct images")
         dataset = open_held_out(opened, args.images, option="--images")
+        check_no_overlap(dataset, list(training_shards(opened.config)))
         count = min(args.num_images, len(dataset))
         images = first_images(opened, dataset, count)
         scores = PairScores(open_perceptual(args.perceptual_weights, args.lpips_weights))
@@ -341,6 +349,7 @@ def _evaluate_maps(
         target = dataset.manifest.target
         if target is None or target.kind != kind:
             raise UserError(f"{dataset.directory} holds no {kind} maps")
+        check_no_overlap(dataset, list(training_shards(opened.config)))
         count = min(args.num_images or len(dataset), len(dataset))
         scores = score(_pairs(opened, dataset, count, args), dataset)
         stage = STAGES[0] if opened.objective.reconstructs else STAGES[1]

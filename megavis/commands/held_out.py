@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megavis.checkpoint.format.folder import finetuned_step
+from megavis.checkpoint.format.folder import chosen_checkpoint, finetuned_step
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.commands.opening import first_images, job_closed, open_held_out, open_run, open_shards
 from megavis.composition.classification import classifier_of
 from megavis.config.errors import UserError
@@ -84,14 +85,15 @@ def _predict_classes(
     objective = classifier_of(opened.objective)
     if objective is None:
         raise UserError(f"{folder} was not fine-tuned with finetune.task: classes")
-    images = _test_images(opened, args.images)
+    images = _test_images(opened, args.images, is_imported=step is None)
     probabilities = predict_classes(opened.inference, objective, images)
     return probabilities, (images.dataset.manifest.source.sha256, len(images))
 
 
-def _chosen_step(folder: Path) -> int:
+def _chosen_step(folder: Path) -> int | None:
+    """Return the step that fine-tuning chose; None for imported weights, which have no steps."""
     step = finetuned_step(folder)
-    if step is None:
+    if step is None and read_manifest(chosen_checkpoint(folder)).optimizer_step:
         path = folder / "evaluation" / "finetune_test.json"
         raise UserError(
             f"{folder} is not a finished fine-tuning run: {path} does not name its chosen step"
@@ -99,15 +101,20 @@ def _chosen_step(folder: Path) -> int:
     return step
 
 
-def _test_images(opened: Run, images: str | None) -> Subset:
-    """Open the labelled images to evaluate a run on."""
+def _test_images(opened: Run, images: str | None, *, is_imported: bool) -> Subset:
+    """Open the labelled images to evaluate a run on, which it was not trained on."""
     settings = opened.config.finetune
     assert settings is not None
-    folder = images or settings.test
-    if folder is not None:
-        return shuffled(open_shards(opened, folder))
-    assert opened.config.data.validation is not None
-    return halves(open_shards(opened, opened.config.data.validation))[1]
+    if is_imported and images is None:
+        raise UserError(
+            f"{opened.folder} has imported weights and no test images; name shards with --images"
+        )
+    folder = images or settings.test or opened.config.data.validation
+    assert folder is not None, "required by the config's checks"
+    dataset = open_shards(opened, folder)
+    if not is_imported:
+        check_no_overlap(dataset, list(training_shards(opened.config)))
+    return shuffled(dataset) if images or settings.test else halves(dataset)[1]
 
 
 def _report_classes(members: dict[str, ClassProbabilities], path: Path | None) -> None:

@@ -11,6 +11,7 @@ from inception_weights import random_images
 from PIL import Image
 from small_network import Small
 from small_vqgan import write_untrained_run
+from tiny import tiny
 
 from megavis.cli import main
 from megavis.commands import evaluate
@@ -37,8 +38,14 @@ def test_evaluate_samples(network, shards, tmp_path, capsys):
     run, reference = tmp_path / "run", tmp_path / "reference.npz"
     npz = run / "samples" / "images.npz"
     npz.parent.mkdir(parents=True)
-    (run / "config.yaml").touch()
+    config = tiny(
+        "{name: gvp, patch_size: 4, num_groups: 3}", validates=True, training={"validate_every": 1}
+    )
+    (run / "config.yaml").write_text(config + "finetune: {num_classes: 3}\n")
     words = ["samples", str(run), "--reference", str(reference), *CPU]
+    assert main(["evaluate", *words]) == 2
+    assert f"`megavis ensemble {run} --images FOLDER` measures" in capsys.readouterr().err
+    (run / "config.yaml").write_text(config)
     assert main(["evaluate", *words]) == 2
     assert f"generate some: megavis sample {run} --num-images 50000" in capsys.readouterr().err
     images = random_images(10, 8)

@@ -148,7 +148,8 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Average the class probabilities of several fine-tuned runs, each at its selected step, and"
         " print the accuracy of each run and of the ensemble. The runs may be of different papers;"
-        " their held-out shards must hold the same images. A single run is evaluated alone."
+        " their held-out shards must hold the same images. A single run is evaluated alone, and an"
+        " imported classifier on --images."
     )
     parser.epilog = "example: megavis ensemble runs/one_finetuned runs/another_finetuned"
     add_runs(parser, text="one or more")

@@ -97,3 +97,9 @@ def test_runs_tested_on_a_half_and_on_all_images_are_not_averaged(mp3_and_mae, c
     assert main(["ensemble", *runs, "--device", "cpu"]) == 2
     assert "evaluated on different images; name one folder with --images" in capsys.readouterr().err
     assert main(["ensemble", *runs, "--device", "cpu", "--images", folder]) == 0
+
+
+def test_images_that_a_run_was_trained_on_are_refused(mp3_and_mae, image_shards, capsys):
+    words = [str(mp3_and_mae / "mp3"), "--images", str(image_shards / "train"), "--device", "cpu"]
+    assert main(["ensemble", *words]) == 2
+    assert "cannot evaluate what was trained on" in capsys.readouterr().err

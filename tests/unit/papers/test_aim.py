@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from image_shards import write_image_shards
+from PIL import Image
 from safetensors.torch import save_file
 from small_batches import batch_of, photographs, run_layers
 from tiny import VIT, tiny
@@ -241,6 +243,29 @@ def test_released_weights_are_imported(tmp_path, probed):
     blocks, _ = trunk(tensors, images)
     layers = blocks[-probed:] if isinstance(probed, int) else [blocks[i] for i in probed]
     torch.testing.assert_close(logits, probe(tensors, layers), rtol=1e-4, atol=1e-4)
+
+
+def test_imported_classifier_is_evaluated_on_given_images(parts, monkeypatch, capsys):
+    monkeypatch.setattr(aim, "_HEAD_SIZE", WIDTH // HEADS)
+    monkeypatch.setattr(aim, "_IMAGE_SIZE", 16)
+    assert import_parts(parts, "--head-layers", "last") == 0
+    images = photographs(4 * CLASSES, 16)
+    for number, image in enumerate(images):
+        path = parts / "images" / str(number % CLASSES) / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.numpy()).save(path)
+    shards = write_image_shards(parts / "images", parts / "shards")
+    command = ["ensemble", str(parts / "runs" / "aim")]
+    assert main(command) == 2
+    assert "has imported weights and no test images; name shards with --images" in (
+        capsys.readouterr().err
+    )
+    assert main([*command, "--images", str(shards), "--json", str(parts / "found.json")]) == 0
+    blocks, _ = trunk(released(), images)
+    answers = probe(released(), blocks).argmax(1)
+    right = (answers == torch.arange(len(images)) % CLASSES).sum() / len(images)
+    (row,) = json.loads((parts / "found.json").read_text())["rows"]
+    assert row["top1"] == pytest.approx(float(right))
 
 
 def test_trunk_without_a_head_is_imported(tmp_path, monkeypatch):

@@ -148,3 +148,9 @@ def test_mismatched_classes_are_refused(folders, tmp_path, capsys):
         f"{other} numbers its classes differently from {folders / 'train'}"
         in capsys.readouterr().err
     )
+
+
+def test_images_that_the_classifier_was_fitted_on_are_refused(folders, capsys):
+    words = [f"--{option}={folders / 'train'}" for option in ("train", "images")]
+    assert main(["evaluate", "classes", str(folders / "samples.npz"), *words]) == 2
+    assert "cannot evaluate what was trained on" in capsys.readouterr().err
