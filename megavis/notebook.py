@@ -12,6 +12,7 @@ Legend: b images, n tokens of an image, L blocks, h hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path
@@ -24,6 +25,8 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import checkpoint_to_open
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights
+from megavis.composition.condition import Condition
+from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.model import Model, model_of
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
@@ -152,6 +155,11 @@ class Run:
         )
 
     @property
+    def last_layer(self) -> int:
+        """The last layer l with features; fine-tuning may have dropped those above it."""
+        return len(self.inference.layers.feature_layers()) - 1
+
+    @property
     def palette(self) -> Palette:
         """The colours of the ids; raises UserError if the run has none."""
         return Palette.load(self.folder / PALETTE_NAME)
@@ -197,6 +205,9 @@ class Run:
                 another task than classes.
         """
         self.objective.check_features()
+        last = self.last_layer
+        if layer is not None and not (_is_whole(layer) and -last - 1 <= layer <= last):
+            raise UserError(f"layer {layer!r} is not one of 0 to {last}")
         whole = self._batch(inputs, sample_index)
         parts = zip(
             *(each.split(_AT_ONCE) for each in (whole.inputs, whole.labels, whole.sample_index)),
@@ -205,11 +216,7 @@ class Run:
         inputs_of = self.objective.backbone.feature_inputs
         found = [self.inference.features(inputs_of(Batch(*part))) for part in parts]
         features = torch.cat(found, dim=1)
-        if layer is None:
-            return features
-        if not -len(features) <= layer < len(features):
-            raise UserError(f"layer {layer} is not one of 0 to {len(features) - 1}")
-        return features[layer]
+        return features if layer is None else features[layer]
 
     @torch.no_grad()
     def loss(self, inputs: Any, *, labels: Any = None, sample_index: Any = None) -> float:
@@ -217,12 +224,13 @@ class Run:
 
         Args:
             inputs: as for `features`.
-            labels: classes `[b]`, by number or name; needed by a run that was fine-tuned to
-                predict them. Default: no class.
+            labels: classes `[b]`, by number or name, for a run with classes; needed by one that
+                was fine-tuned to predict them. Default: no class.
             sample_index: int64 `[b]`, which drives random masks; default: 0 .. b - 1.
 
         Raises:
-            UserError: the model requires a class, or it was fine-tuned for another task.
+            UserError: the model requires a class or has no such class, or it was fine-tuned for
+                another task.
         """
         tuned = self.config.finetune
         if labels is None and tuned is not None:
@@ -231,7 +239,10 @@ class Run:
             raise UserError(f"the loss of finetune.task {tuned.task} needs more than labels")
         if labels is None:
             self.objective.backbone.check_unlabelled()
-        sequence = self.objective.sequence(self._batch(inputs, sample_index, labels))
+        batch = self._batch(inputs, sample_index, labels)
+        if labels is not None:
+            self._check_range(batch.labels)
+        sequence = self.objective.sequence(batch)
         predictions = self.inference.predictions(sequence.inputs)
         return float(self.objective.loss(predictions, sequence.targets))
 
@@ -289,7 +300,7 @@ class Run:
         if not isinstance(given, Real) or not 0 <= given <= 1:
             raise UserError(f"the given share must lie in [0, 1], not {given!r}")
         for name, number in (("num_images", num_images), ("batch_size", batch_size)):
-            if number is not None and (not isinstance(number, Integral) or number < 1):
+            if number is not None and not (_is_whole(number) and number >= 1):
                 raise UserError(f"{name} must be a whole number of at least 1, not {number!r}")
         sampler = self.sampler(seed=seed, **options)
         known = {} if labels is None else {"labels": self._labels(labels)}
@@ -338,6 +349,17 @@ class Run:
             raise UserError(f"sample_index must be 0 or more, not {int(index.min())}")
         return Batch(own, classes, index).to(self.context.device)
 
+    def _check_range(self, labels: Tensor) -> None:
+        """Raise UserError unless labels are classes that the model predicts or reads."""
+        tuned, backbone = self.config.finetune, self.objective.backbone
+        if tuned is None:
+            condition = backbone.condition if isinstance(backbone, Model) else Condition()
+            if isinstance(condition, EncodedImage):
+                condition = condition.others
+            condition.given({"labels": labels}, len(labels), labels.device)
+        elif int(labels.min()) < 0 or int(labels.max()) >= tuned.num_classes:
+            raise UserError(f"labels must be in 0..{tuned.num_classes - 1}")
+
     def _labels(self, labels: Any) -> Tensor:
         """Return classes given by number or name as int64 `[b]`."""
         given = [labels] if isinstance(labels, str) or np.ndim(labels) == 0 else list(labels)
@@ -365,8 +387,11 @@ class Run:
         else:
             # Convolutions take images of other sizes too.
             *_, height, width, channels = backbone.blank_batch(1, torch.device("cpu")).inputs.shape
-            if found.ndim < 4 or found.shape[-1] != channels:
-                wanted = f"[b, {height}, {width}, {channels}]"
+            keys = ("downsampling", "patch_size")
+            step = math.lcm(*(getattr(self.config.objective, key, 1) for key in keys))
+            sides = found.shape[-3:-1]
+            if found.ndim < 4 or found.shape[-1] != channels or any(each % step for each in sides):
+                wanted = f"[b, {height}, {width}, {channels}], or other multiples of {step}"
                 raise UserError(f"the inputs have shape {list(found.shape)}, not {wanted}")
         return found.to(self.context.device)
 
@@ -395,6 +420,10 @@ class Run:
         raise UserError(
             f"a run can be neither copied nor pickled; open {self.folder} again with megavis.load"
         )
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _tensor(inputs: Any) -> Tensor:

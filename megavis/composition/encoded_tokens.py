@@ -72,6 +72,11 @@ class Ids(Vocabulary):
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
         """Return ids int64 `[b, n]` of uint8 `[b, H, W, 3]` or of ids. Raises UserError."""
         if samples.ndim == 2:
+            if samples.shape[1] != self.num_tokens or samples.is_floating_point():
+                raise UserError(
+                    f"the ids have shape {list(samples.shape)} and type {samples.dtype}; this run"
+                    f" expects whole numbers [b, {self.num_tokens}]"
+                )
             return samples.long()
         if samples.is_meta:
             # Only shapes matter on the meta device; do not open the tokenizer.

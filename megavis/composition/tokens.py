@@ -294,7 +294,12 @@ class Frames(Vectors):
         self.normalize = normalize
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return frames float32 `[b, n, d]`."""
+        """Return frames float32 `[b, n, d]`, or raise UserError."""
+        if samples.shape[1:] != self.sample_shape:
+            shape = ", ".join(map(str, self.sample_shape))
+            raise UserError(
+                f"the frames have shape {list(samples.shape)}; this run expects [b, {shape}]"
+            )
         return standardize_frames(samples) if self.normalize else samples.float()
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:

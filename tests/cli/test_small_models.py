@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from small_configs import SMALL, config_writer
 
 from megavis.cli import read_arguments
@@ -76,6 +77,13 @@ def test_every_listed_figure_is_drawn(name, opened):
         else:
             plot_of(opened, read_arguments(words))
         assert (opened.folder / "evaluation" / f"{figure}.png").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_of_a_loss_are_checked(name, opened):
+    images = opened.objective.backbone.blank_batch(2, torch.device("cpu")).inputs
+    with pytest.raises(UserError, match=r"labels must be in 0\.\.|not conditioned on labels"):
+        opened.loss(images, labels=[0, 99])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import numpy as np
@@ -12,6 +13,8 @@ from PIL import Image
 
 import megavis
 from megavis.cli import main
+from megavis.composition.encoded_tokens import Ids
+from megavis.composition.tokens import Frames
 from megavis.config.errors import UserError
 from megavis.config.load import did_you_mean
 from megavis.data.loading.dataset import ShardDataset
@@ -63,6 +66,8 @@ def test_many_images_are_computed_in_parts(run, ids):
         (np.zeros((0, 16), np.int64), "hold no image"),
         (np.full((2, 16), 99), "the ids range from 99 to 99"),
         (np.full((2, 16), -1), "the ids range from -1 to -1"),
+        (torch.zeros(2, 17, dtype=torch.int64), r"shape \[2, 17\]"),
+        (torch.zeros(2, 16), "torch.float32"),
     ],
 )
 def test_other_inputs_are_refused(run, inputs, message):
@@ -76,6 +81,7 @@ def test_other_inputs_are_refused(run, inputs, message):
     [
         ({"num_images": 0}, "num_images must be a whole number of at least 1, not 0"),
         ({"num_images": 1.5}, "num_images must be a whole number of at least 1, not 1.5"),
+        ({"batch_size": True}, "batch_size must be a whole number of at least 1, not True"),
         ({"batch_size": -1}, "batch_size must be a whole number of at least 1, not -1"),
         ({"given": "half"}, r"must lie in \[0, 1\], not 'half'"),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
@@ -89,6 +95,29 @@ def test_other_inputs_are_refused(run, inputs, message):
 def test_options_of_other_types_are_refused(run, words, message):
     with pytest.raises(UserError, match=message):
         run.sample(**words)
+
+
+@pytest.mark.parametrize("layer", [3, -4, 1.0, "1", True])
+def test_layers_are_whole_numbers_in_range(run, ids, layer):
+    with pytest.raises(UserError, match=f"layer {layer!r} is not one of 0 to 2"):
+        run.features(ids, layer=layer)
+
+
+def test_run_without_classes_has_no_labels(run, ids):
+    with pytest.raises(UserError, match="not conditioned on labels"):
+        run.loss(ids, labels=[0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "message"),
+    [
+        (Ids(image_size=16, side=4, vocabulary_size=9, tokenizer=None), (2, 17), "numbers [b, 16]"),
+        (Frames(4, 3, normalize=False), (2, 5, 3), "expects [b, 4, 3]"),
+    ],
+)
+def test_shapes_of_other_tokens_are_checked(tokens, shape, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        tokens.of(torch.zeros(shape, dtype=torch.int64))
 
 
 def test_sample_index_is_checked(run, ids):
@@ -123,6 +152,11 @@ def test_loss_of_a_finetuned_run_needs_labels(run, trained, small_config, shard_
     assert tuned.loss(inputs, labels=names) == tuned.loss(inputs, labels=labels)
     with pytest.raises(UserError, match="there is no class 'none'"):
         tuned.loss(inputs, labels=["none"] * len(inputs))
+    for wrong in (-1, 3):
+        with pytest.raises(UserError, match=r"labels must be in 0\.\.2"):
+            tuned.loss(inputs, labels=[wrong] * len(inputs))
+    with pytest.raises(UserError, match="layer 3 is not one of 0 to 2"):
+        tuned.features(inputs, layer=3)
     for wrong in ([0.5] * len(inputs), labels[:1], [[0]] * len(inputs)):
         with pytest.raises(UserError, match="labels must be whole numbers"):
             tuned.loss(inputs, labels=wrong)
@@ -132,7 +166,7 @@ def test_images_of_an_autoencoder_have_its_channels(run, tmp_path):
     vae = megavis.load(import_golden(tmp_path, "vae"), device="cpu")
     for size in (32, 48):
         assert vae.outputs(np.zeros((1, size, size, 3), np.uint8)).isfinite().all()
-    for shape in ((16, 16, 3), (1, 16, 16, 4), (1, 3, 16, 16)):
+    for shape in ((16, 16, 3), (1, 16, 16, 4), (1, 3, 16, 16), (1, 17, 16, 3)):
         with pytest.raises(UserError, match=r"the inputs have shape .* not \[b, 256, 256, 3\]"):
             vae.outputs(np.zeros(shape, np.uint8))
 
