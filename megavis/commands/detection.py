@@ -40,12 +40,13 @@ def evaluate(args: argparse.Namespace) -> int:
         is_main, step = opened.context.is_main, opened.step
     if is_main:
         path = args.out or args.run_folder / "evaluation" / "detection.json"
-        DetectionResult(step, str(images.directory), found, class_names=names).write(path)
-        write_png(path.with_suffix(".png"), picture)
         sys.stdout.write(
             f"{_line('box', found.box)}\n{_line('mask', found.mask)}\n"
-            f"N {found.num_images} of {images.directory}, step {step}\n{path}\n"
+            f"N {found.num_images} of {images.directory}, step {step}\n"
         )
+        DetectionResult(step, str(images.directory), found, class_names=names).write(path)
+        write_png(path.with_suffix(".png"), picture)
+        sys.stdout.write(f"{path}\n")
     return 0
 
 

@@ -164,7 +164,11 @@ def _measured(
 
 
 def _keep(run_folder: Path, record: WatchedCheckpoint) -> None:
-    """Append a record, add it to TensorBoard and print it."""
+    """Print a record, append it to the results and add it to TensorBoard."""
+    words = ", ".join(f"{name} {value:.4g}" for name, value in record.numbers.items())
+    words += f" | {record.distance_of}" if record.distance_of else ""
+    sys.stdout.write(f"step {record.step}: {words}\n")
+    sys.stdout.flush()
     folder = run_folder / "evaluation"
     folder.mkdir(exist_ok=True)
     record.append(folder / RESULTS_NAME)
@@ -172,10 +176,6 @@ def _keep(run_folder: Path, record: WatchedCheckpoint) -> None:
     for name, value in record.numbers.items():
         events.add_scalar(record.step, f"evaluation/{name}", value)
     events.write()
-    words = ", ".join(f"{name} {value:.4g}" for name, value in record.numbers.items())
-    words += f" | {record.distance_of}" if record.distance_of else ""
-    sys.stdout.write(f"step {record.step}: {words}\n")
-    sys.stdout.flush()
 
 
 def _show(run_folder: Path, step: int, pixels: np.ndarray) -> None:

@@ -30,6 +30,7 @@ from megavis.commands.opening import (
 )
 from megavis.commands.options.evaluation import GENERAL_FIGURES
 from megavis.commands.options.shared import spelled
+from megavis.commands.probe import table
 from megavis.commands.terminal import quietly
 from megavis.composition.finetuned import finetuned_of
 from megavis.composition.model import generator_of, model_of
@@ -80,7 +81,10 @@ def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
     with layout_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         check_applies("depth", opened)
-        return probe_run(opened, args, _probe_settings(args))
+        result = probe_run(opened, args, _probe_settings(args))
+    if result is not None:
+        sys.stdout.write(table(result))
+    return result
 
 
 def _probe_of(run_folder: Path, path: Path) -> ProbeResult:
@@ -104,6 +108,7 @@ def plot_likelihood(args: argparse.Namespace) -> int:
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         data = probe_data(open_run(args.run_folders[0], step=None), args)
         pixels = score_pixels(data, _probe_settings(args))
+    sys.stdout.write(f"raw pixels {pixels.accuracy:.1%}\n")
     picture = figures.plot_likelihood(scores, pixels=pixels.accuracy)
     folder = args.run_folders[0] / "evaluation"
     save_figure(folder, args.name, picture, [vars(score) for score in scores])
@@ -173,14 +178,14 @@ def complete(opened: Run, args: argparse.Namespace) -> None:
     given = pixels_of(sampler.given_part(count, num_given), sampler.model.predicts.grid, shown[0])
     scores = score_completions(originals, completed[: args.draws], torch.from_numpy(given))
     first, *columns = (images[:8] for images in shown)
-    folder = args.run_folder / "evaluation"
-    save_png(folder / "completions.png", completion_grid(first, given[:8], columns))
-    table = write_table(folder / "completions.csv", [row.record() for row in scores.rows])
     sys.stdout.write(
         f"PSNR of the lower halves of {count} images: completed {scores.completed:.2f} dB,"
         f" mean of {args.draws} completions {scores.mean:.2f} dB,"
-        f" last row repeated {scores.repeated:.2f} dB\n{folder / 'completions.png'}\n{table}\n"
+        f" last row repeated {scores.repeated:.2f} dB\n"
     )
+    picture = completion_grid(first, given[:8], columns)
+    rows = [row.record() for row in scores.rows]
+    save_figure(args.run_folder / "evaluation", "completions", picture, rows)
 
 
 def plot_neighbors(args: argparse.Namespace) -> int:

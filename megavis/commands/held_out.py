@@ -36,8 +36,9 @@ def measure(args: argparse.Namespace) -> int:
             limit=args.num_images,
         )
     out = args.out or opened.folder / "evaluation" / "likelihood.json"
+    sys.stdout.write(f"{_likelihood_words(result)}\n")
     result.write(out)
-    sys.stdout.write(f"{_likelihood_words(result)}\n{out}\n")
+    sys.stdout.write(f"{out}\n")
     return 0
 
 

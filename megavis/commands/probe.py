@@ -72,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
     if result is None:
         return 0
     out = args.out or opened.folder / "evaluation" / "probe.json"
+    sys.stdout.write(table(result))
     result.write(out)
-    sys.stdout.write(table(result) + f"{out}\n")
+    sys.stdout.write(f"{out}\n")
     return 0
 
 
@@ -154,9 +155,9 @@ def probe_data_sets(args: argparse.Namespace) -> int:
     title = _title(opened, args)
     out = args.out or opened.folder / "evaluation"
     per_class = args.per_class
+    sys.stdout.write(markdown_of(results, title=title, per_class=per_class))
     written = write_transfer(out, results, title=title, per_class=per_class)
-    text = markdown_of(results, title=title, per_class=per_class)
-    sys.stdout.write(text + "".join(f"{path}\n" for path in written))
+    sys.stdout.writelines(f"{path}\n" for path in written)
     return 0
 
 

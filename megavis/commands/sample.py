@@ -252,11 +252,12 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
         differences["of training"] = found["training_difference"]
     if opened.context.is_main:
         path = opened.folder / "evaluation" / f"moments-{opened.step:08d}.json"
-        MomentsResult.parse(found).write(path)
-        sys.stdout.write(f"{path}\nlargest difference from held-out latents over the channels\n")
+        sys.stdout.write("largest difference from held-out latents over the channels\n")
         for name, moments in differences.items():
             words = ", ".join(f"{moment} {value:.3f}" for moment, value in moments.items())
             sys.stdout.write(f"  {name}: {words}\n")
+        MomentsResult.parse(found).write(path)
+        sys.stdout.write(f"{path}\n")
 
 
 def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tensor]:

@@ -38,10 +38,11 @@ def evaluate(args: argparse.Namespace) -> int:
     if is_main:
         path = args.out or args.run_folder / "evaluation" / "segmentation.json"
         data = str(images.directory)
-        SegmentationResult(step, data, stride, result, class_names=found).write(path)
         sys.stdout.write(
             f"mIoU {result.mean_iou:.1%}, mean accuracy {result.mean_accuracy:.1%}, pixels"
             f" {result.pixel_accuracy:.1%} | N {result.num_images} of {images.directory}, windows"
-            f" every {stride} pixels, step {step}\n{path}\n"
+            f" every {stride} pixels, step {step}\n"
         )
+        SegmentationResult(step, data, stride, result, class_names=found).write(path)
+        sys.stdout.write(f"{path}\n")
     return 0

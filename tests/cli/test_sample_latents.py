@@ -153,7 +153,7 @@ def print_moments(runs):
 
 def test_moments(runs, tmp_path):
     # The training data of an imported run is a relative path.
-    path, _, drawn, trained = in_child(print_moments, runs, folder=tmp_path).splitlines()
+    _, drawn, trained, path = in_child(print_moments, runs, folder=tmp_path).splitlines()
     result = json.loads((tmp_path / path).read_text())
     assert result["num_drawn"] == result["num_held_out"] == 20
     # Both folders have the same distribution; the golden model was not trained on it.

@@ -22,7 +22,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces `path` only if the block succeeds.
 
     The bytes go to a hidden file in the same folder, which is flushed to disk and renamed. After a
-    crash or an exception `path` is unchanged. Raises OSError as `open` does.
+    crash or an exception `path` is unchanged. Raises OSError as `open` does, naming the file.
     """
     # Random rather than the PID: machines that share the folder may have equal PIDs.
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
@@ -32,8 +32,10 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of writing to a full disk
+            error.filename = str(path)
         raise
     flush_folder(path.parent)
 
