@@ -216,6 +216,7 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
     and the others get None.
     """
     data, cache = probe_data(opened, args), feature_cache(opened, args)
+    data.check(settings, num_features=opened.last_layer + 1)
     trained = network_of(opened, cache)
     if trained.num_views == 1:
         name = opened.config.objective.name

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with layout_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         settings = ProbeSettings(
-            layers=read_layers(args.layers, opened.config.model.num_layers),
+            layers=read_layers(args.layers, opened.last_layer),
             seed=args.seed,
             concatenate=args.concatenate,
             images_per_class=args.images_per_class,
@@ -173,6 +173,8 @@ def _results(
         name: _open(opened, folders, trained_on, examples=args.examples)
         for name, folders in data_sets.items()
     }
+    for images in data.values():
+        images.check(settings, num_features=opened.last_layer + 1)
     seen = _features(opened, data, args, cache)
     if opened.context.world.size > 1:
         # Compute all features first, so no process waits for the main one to fit a classifier.
@@ -189,7 +191,7 @@ def _results(
 
 
 def _settings(opened: Run, args: argparse.Namespace) -> ProbeSettings:
-    num_layers = opened.config.model.num_layers
+    num_layers = opened.last_layer
     if args.layer is not None and args.layer > num_layers:
         raise UserError(f"--layer {args.layer}: must be a number from 0 to {num_layers}")
     return ProbeSettings(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import sample_per_class
@@ -22,8 +23,24 @@ from megavis.evaluation.linear import (
 )
 from megavis.evaluation.results import LowDataScore
 
+if TYPE_CHECKING:
+    import numpy as np
+
 MAXIMUM_FOLDS = 5
 """Largest number of folds of the cross-validation; at most the number of images per class."""
+
+
+def draw_subsets(labels: np.ndarray, count: int, *, draws: int, seed: int) -> list[np.ndarray]:
+    """Draw the images of subsets of `count` per class, with labels int64 `[b]`.
+
+    Raises:
+        UserError: a class has fewer images.
+    """
+    try:
+        return [sample_per_class(labels, count, seed=seed, draw=draw) for draw in range(draws)]
+    except UserError as error:
+        text = f"--images-per-class {count}: {error}; use more with --train-images"
+        raise UserError(text) from None
 
 
 def score_low_data(
@@ -47,13 +64,7 @@ def score_low_data(
     """
     scores = []
     for count in images_per_class:
-        try:
-            subsets = [
-                sample_per_class(train.labels, count, seed=seed, draw=draw) for draw in range(draws)
-            ]
-        except UserError as error:
-            text = f"--images-per-class {count}: {error}; use more with --train-images"
-            raise UserError(text) from None
+        subsets = draw_subsets(train.labels, count, draws=draws, seed=seed)
         accuracies = [
             _accuracy(train.subset(images), validation, layer, count, recipe) for images in subsets
         ]

@@ -18,12 +18,13 @@ from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.labels import check_numbering
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
-from megavis.evaluation.few_labels import score_low_data
+from megavis.evaluation.few_labels import draw_subsets, score_low_data
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import (
     STANDARDIZED,
     FitRecipe,
     HeldOutSplit,
+    adjacent_layers,
     divide,
     score_concatenated,
     score_layers,
@@ -103,6 +104,23 @@ class ProbeData:
         """The shard folders, for the record."""
         folders = {"train": self.train, "selection": self.selection, "validation": self.validation}
         return {name: str(folder.directory) for name, folder in folders.items() if folder}
+
+    def check(self, settings: ProbeSettings, *, num_features: int) -> None:
+        """Check, before features are computed, that there are enough images and layers.
+
+        Args:
+            num_features: layers with features.
+
+        Raises:
+            UserError: there are too few of them.
+        """
+        if settings.concatenate:
+            adjacent_layers(0, count=settings.concatenate, num_features=num_features)
+        labels = self.train.labels[: self.num_train]
+        if self.selection is not None:
+            labels = np.concatenate([labels, self.selection.labels])
+        for count in settings.images_per_class:
+            draw_subsets(labels, count, draws=1, seed=settings.seed)
 
     def divide(self, labels: np.ndarray, settings: ProbeSettings) -> HeldOutSplit:
         """Split images with labels int64 `[b]` to select layer and penalty. Raises UserError."""

@@ -13,6 +13,7 @@ import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
+from megavis.evaluation.probe import ProbeData
 from megavis.parallel.context import num_contexts
 from megavis.parallel.launch import read_launch
 
@@ -212,6 +213,28 @@ def test_probe_command_writes_results(trained, capsys):
 )
 def test_invalid_commands_are_refused(trained, capsys, words, message):
     assert main([str(trained) if word == "RUN" else word for word in words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["probe", "RUN", "--concatenate", "20"], "the network has features of 3 layers"),
+        (["probe", "RUN", "--images-per-class", "2,999"], "--images-per-class 999: class 0 has"),
+        (
+            ["transfer", "RUN", "--data-sets", "a:SETS", "--images-per-class", "999"],
+            "--images-per-class 999: class 0 has",
+        ),
+    ],
+)
+def test_too_much_is_refused_before_features_are_computed(
+    trained, shard_folders, tmp_path, monkeypatch, capsys, words, message
+):
+    for part, source in (("train", "train"), ("test", "validation")):
+        (tmp_path / part).symlink_to(shard_folders / source)
+    monkeypatch.delattr(ProbeData, "features")
+    chosen = [word.replace("SETS", str(tmp_path)).replace("RUN", str(trained)) for word in words]
+    assert main([*chosen, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
 
 

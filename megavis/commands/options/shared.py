@@ -224,7 +224,7 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options for the networks to probe and views per image."""
     add_step(parser)
     parser.add_argument(
-        "--untrained-networks", type=positive, default=3, help="number to compare with"
+        "--untrained-networks", type=positive, default=3, help="number to compare with, 1 or more"
     )
     parser.add_argument(
         "--masks",
