@@ -156,11 +156,6 @@ class Layers(Backbone):
         return ("noisy",) if self.grammar.density.is_noisy else ()
 
     @property
-    def weights_need_their_seed(self) -> bool:
-        """True if weights are only valid with the `seed` that they were trained with."""
-        return self.grammar.schedule.needs_seed
-
-    @property
     def likelihood(self) -> Likelihood | None:
         """How to convert the loss to -log p of an image's tokens; None if there is none."""
         dimension, size = self.reads.dimension, self.reads.width

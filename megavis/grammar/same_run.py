@@ -154,15 +154,8 @@ def _first_difference(key: str, old: Any, new: Any) -> str:
     return f"another {key!r}"
 
 
-def source_differences(
-    source: RunConfig, config: RunConfig, positions: PositionKind, *, needs_seed: bool
-) -> Iterator[str]:
-    """Yield differences from a run whose weights a fine-tuning run starts from.
-
-    Args:
-        positions: kind of the source's positions.
-        needs_seed: whether its weights are valid only with its seed.
-    """
+def source_differences(source: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Yield differences from a run whose weights a fine-tuning run starts from."""
     source, config = map(_with_mlp_size, in_same_words(source, config))
     for section in ("objective", "model"):
         yield from _other_keys(getattr(source, section), getattr(config, section), section)
@@ -171,8 +164,11 @@ def source_differences(
             f"was trained with data.normalize_frames {str(source.data.normalize_frames).lower()},"
             " which its weights depend on; set it to the same"
         )
-    yield from _other_size(source, config, positions)
-    if needs_seed and source.seed != config.seed:
+    if not isinstance(source.objective, PaperConfig):
+        return
+    grammar = source.objective.grammar(source)
+    yield from _other_size(source, config, grammar.positions)
+    if grammar.schedule.needs_seed and source.seed != config.seed:
         yield (
             f"was trained with seed {source.seed}, which its weights depend on; set seed to"
             f" {source.seed}, not {config.seed}"

@@ -297,11 +297,7 @@ def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> Non
         source = load_run_config(Path(settings.from_run or ""))
         manifest = read_manifest(checkpoint)
         check_same_words(checkpoint, manifest.words, source)
-        model = objective.backbone
-        differences = source_differences(
-            source, config, model.position_kind, needs_seed=model.weights_need_their_seed
-        )
-        difference = next(differences, None)
+        difference = next(source_differences(source, config), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if difference is None and manifest.tokenizer != tokenizer:
             difference = f"was trained on other tokens than {train.directory} has"

@@ -21,7 +21,6 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.evaluation.figures import Row
-from megavis.grammar.paper import PaperConfig
 from megavis.grammar.same_run import source_differences
 from megavis.parallel.context import ParallelContext
 from megavis.training.run_folder import check_earlier_run
@@ -107,12 +106,7 @@ def is_of_architecture(word: str) -> bool:
 
 def _check_source(source: RunConfig, config: RunConfig) -> None:
     """Reject a config that could not start from a run, before that run is trained."""
-    if not isinstance(source.objective, PaperConfig):
-        return
-    grammar = source.objective.grammar(source)
-    needs_seed = grammar.schedule.needs_seed
-    differences = source_differences(source, config, grammar.positions, needs_seed=needs_seed)
-    if (difference := next(differences, None)) is not None:
+    if (difference := next(source_differences(source, config), None)) is not None:
         would = difference.replace("was trained", "would be trained", 1)
         raise UserError(f"{config.name} cannot start from {source.name}, which {would}")
 

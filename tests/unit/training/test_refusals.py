@@ -294,8 +294,8 @@ def test_a_width_of_the_mlp_that_is_given_or_the_default_is_the_same(config):
         for size in (default.model.mlp_size, 8)
     )
     for pair in ((default, given), (given, default)):
-        assert list(source_differences(*pair, "learned", needs_seed=False)) == []
-    (text,) = source_differences(other, default, "learned", needs_seed=False)
+        assert list(source_differences(*pair)) == []
+    (text,) = source_differences(other, default)
     assert (
         f"was trained with model.ffn_hidden_size 8, and this config has {given.model.mlp_size}"
         in text

@@ -13,6 +13,7 @@ from megavis.cli import main
 from megavis.config.arguments import SweepAxis
 from megavis.evaluation.features import cached_features
 from megavis.training.engine import Engine
+from megavis.training.search import sweep
 from megavis.training.search.sweep import plot_sweep, points_of
 
 pytestmark = pytest.mark.once
@@ -124,7 +125,7 @@ def loading(name, asked):
         asked.append(list(words))
         named = [word.removeprefix("name=") for word in words if word.startswith("name=")]
         return SimpleNamespace(
-            config=SimpleNamespace(name=name, folder=f"runs/{(*named, name)[0]}", objective=None)
+            config=SimpleNamespace(name=name, folder=f"runs/{(*named, name)[0]}")
         )
 
     return load
@@ -139,8 +140,9 @@ def test_run_names():
     ]
 
 
-def test_chained_runs_start_from_the_previous_run():
+def test_chained_runs_start_from_the_previous_run(monkeypatch):
     """DARL, figure 3: pre-train and fine-tune with each point's architecture."""
+    monkeypatch.setattr(sweep, "source_differences", lambda *_: iter(()))
     asked = [], []
     axes = [SweepAxis("objective.a", ("1",)), SweepAxis("optimizer.learning_rate", ("2", "3"))]
     loads = [loading(name, words) for name, words in zip(("base", "fine"), asked, strict=True)]
