@@ -183,6 +183,11 @@ def _numbers(opened: Run, option: str, classes: Sequence[str]) -> list[int]:
                 some = ", ".join(opened.classes[:5]) + ", ..." * (len(numbers) > 5)
                 known = f"its {counted(len(numbers), 'class', 'classes')} are {some}"
             raise UserError(f"{option}: this run has no class {word!r}; {known}")
+    try:
+        condition = generator_of(opened.objective).condition
+        condition.given({"labels": torch.tensor(found)}, len(found), torch.device("cpu"))
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from None
     return found
 
 

@@ -202,7 +202,7 @@ class Colors(Vocabulary):
         windows: bool = False,
         key: Key = OWN,
     ) -> None:
-        self.key, self.dimension = key, f"token of the {vocabulary_size}-colour palette"
+        self.key, self.dimension = key, f"colour of a vocabulary of {vocabulary_size}"
         self.grid, self.vocabulary_size = (image_size, image_size), vocabulary_size
         self.sample_shape, self.windows = (image_size**2,), windows
 

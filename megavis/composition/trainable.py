@@ -219,7 +219,7 @@ class Likelihood:
     """How to convert a loss to the likelihood of an image.
 
     Attributes:
-        dimension: description of one dimension, such as `token of the 512-colour palette`.
+        dimension: description of one dimension, such as `colour of a vocabulary of 512`.
         per_image: dimensions of an image.
         per_loss: dimensions over which the loss sums nats; it averages over everything else.
         given: description of what the model is conditioned on; None: nothing.

@@ -63,11 +63,19 @@ class RunRecord:
     def read(cls, folder: Path) -> RunRecord:
         """Read a run folder. Raises UserError if it has no metrics."""
         path = folder / "metrics.jsonl"
+        if not path.exists() and (folder / "config.yaml").exists():
+            raise UserError(
+                f"{folder} has no metrics.jsonl, which training writes: a report is of a trained"
+                " run, not of imported weights"
+            )
         if not path.exists():
             raise UserError(f"{folder} is not a run folder: it has no metrics.jsonl")
         metrics = read_metrics(folder)
         if not metrics:
-            raise UserError(f"{path} is empty: the run has not started")
+            raise UserError(
+                f"{path} is empty: training writes its first line after training.log_every steps,"
+                " or at its first validation"
+            )
         config = folder / "config.yaml"
         text = config.read_text(encoding="utf-8") if config.exists() else ""
         return cls(

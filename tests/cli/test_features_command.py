@@ -73,7 +73,7 @@ def test_likelihood_matches_a_loop(shard_folders, train_small, tmp_path, capsys)
     assert found["bits_per_dimension"] == pytest.approx(np.mean(bits), rel=1e-5)
     assert found["nats_per_image"] == pytest.approx(16 * np.log(2) * np.mean(bits), rel=1e-5)
     assert (found["step"], found["num_images"], found["dimensions_per_image"]) == (2, 20, 16)
-    assert "token of the 32-colour palette; 16 per image" in capsys.readouterr().out
+    assert "colour of a vocabulary of 32; 16 per image" in capsys.readouterr().out
 
     assert main([*words, "--images", f"{shard_folders}/train"]) == 2
     assert "cannot evaluate what was trained on" in capsys.readouterr().err

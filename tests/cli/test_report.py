@@ -25,7 +25,7 @@ def folder(tmp_path):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (run / "palette.npy").touch()
-    write_start(run, {"dimension": "token of the 512-colour palette", "per_loss": 1})
+    write_start(run, {"dimension": "colour of a vocabulary of 512", "per_loss": 1})
     return run
 
 
@@ -184,4 +184,10 @@ def test_invalid_run_folders(tmp_path, folder, capsys):
     assert "not a run folder" in capsys.readouterr().err
     (folder / "metrics.jsonl").write_text("")
     assert main(["report", str(folder)]) == 2
-    assert "has not started" in capsys.readouterr().err
+    assert "training writes its first line" in capsys.readouterr().err
+
+
+def test_run_without_metrics_is_explained(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("name: imported\n")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "a report is of a trained run, not of imported weights" in capsys.readouterr().err

@@ -168,7 +168,7 @@ def test_moments(runs, tmp_path):
     [
         ("givt_full_covariance", ["--guidance", "0.4"], "--guidance does not apply"),
         ("givt_causal", ["--top-k", "4"], "--top-k does not apply to this run of givt"),
-        ("givt_causal", ["--classes", "11"], "0..9"),
+        ("givt_causal", ["--classes", "11"], "--classes: labels must be in 0..9"),
         ("givt_causal", ["--classes", "1", "--then-classes", "1,2"], "as many classes"),
         (
             "givt_maskgit",

@@ -196,6 +196,9 @@ def test_probe_command_writes_results(trained, capsys):
     [
         (["sample", "RUN", "--top-p", "2"], "top-p must lie in"),
         (["sample", "RUN", "--num-images", "0"], "at least 1"),
+        (["sample", "RUN", "--prefix", "half", "--completions", "0"], "at least 1"),
+        (["sample", "RUN", "--out", "x.jpg"], "--out x.jpg: the name of the file must end in .png"),
+        (["sample", "RUN", "--npz", "x.np"], "--npz x.np: the name of the file must end in .npz"),
         (["sample", "RUN", "--tensor-parallel", "2"], "2 does not divide the job's 1 process"),
         (
             ["sample", "RUN", "--probability", "0.4", "--rounds", "1"],

@@ -13,7 +13,7 @@ from PIL import Image
 
 import megavis
 from megavis.cli import main
-from megavis.composition.encoded_tokens import Ids
+from megavis.composition.encoded_tokens import Ids, Latents
 from megavis.composition.tokens import Frames
 from megavis.config.errors import UserError
 from megavis.config.load import did_you_mean
@@ -246,3 +246,10 @@ def test_words_of_a_command_may_be_paths_and_numbers(trained, tmp_path):
     words = ["sample", trained, "--num-images", 2, "--out", out, "--device", "cpu"]
     assert main(words) == 0
     assert out.exists()
+
+
+def test_missing_tokenizer_is_named_by_its_key(tmp_path):
+    sizes = {"channels": 4, "side": 4, "stacked": 1, "seed": 0, "image_size": 16, "beta": None}
+    latents = Latents(tokenizer=str(tmp_path / "vae"), **sizes)
+    with pytest.raises(UserError, match=r"^objective\.tokenizer: .* is not a run folder"):
+        latents.tokenizer.to("cpu")

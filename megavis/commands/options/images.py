@@ -89,8 +89,12 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_sample(args: argparse.Namespace) -> None:
-    if min(args.num_images, args.completions or 1, args.per_class) < 1:
+    completions = 1 if args.completions is None else args.completions
+    if min(args.num_images, completions, args.per_class) < 1:
         raise UserError("--num-images, --completions and --per-class must be at least 1")
+    for option, path, suffix in (("--out", args.out, ".png"), ("--npz", args.npz, ".npz")):
+        if path is not None and path.suffix != suffix:
+            raise UserError(f"{option} {path}: the name of the file must end in {suffix}")
 
 
 def _add_classes(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from image_shards import write_image_shards
+from PIL import Image
 from tiny import VIT, tiny
 
 from megavis.cli import main
@@ -103,3 +104,18 @@ def test_images_that_a_run_was_trained_on_are_refused(mp3_and_mae, image_shards,
     words = [str(mp3_and_mae / "mp3"), "--images", str(image_shards / "train"), "--device", "cpu"]
     assert main(["ensemble", *words]) == 2
     assert "cannot evaluate what was trained on" in capsys.readouterr().err
+
+
+def test_images_of_another_size_are_refused_without_keys_of_the_config(
+    mp3_and_mae, shards, tmp_path, capsys
+):
+    path = tmp_path / "crops" / "0" / "0.png"
+    path.parent.mkdir(parents=True)
+    Image.new("RGB", (20, 20)).save(path)
+    other = write_image_shards(tmp_path / "crops", tmp_path / "other")
+    words = [str(mp3_and_mae / "mp3"), "--images", str(other), "--device", "cpu"]
+    assert main(["ensemble", *words]) == 2
+    error = capsys.readouterr().err
+    assert "holds images of 20x20 pixels" in error
+    assert "this run reads images stored at 16x16 pixels" in error
+    assert "data.crop" not in error
