@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ _MAY_DIFFER = re.compile(
 """Keys of model and objective that do not change the meaning of weights."""
 _NO_MEANING = ("weights", "head_std", "position_std", "tokenizer", "from_run")
 """Keys of words that trained weights do not depend on: initial values, and paths, which move."""
+_OF_TRAINING = ("anneal", "loss_average", "tokens_decay")
+"""Keys of words that matter only if the weights are trained further in the same run."""
 
 
 def check_same_run(path: Path, config: RunConfig) -> None:
@@ -62,7 +64,9 @@ def words_of(config: RunConfig) -> dict[str, Any] | None:
     return config.objective.grammar(config).model_dump(mode="json")
 
 
-def check_same_words(checkpoint: Path, words: Mapping[str, Any] | None, config: RunConfig) -> None:
+def check_same_words(
+    checkpoint: Path, words: Mapping[str, Any] | None, config: RunConfig, *, resumes: bool = False
+) -> None:
     """Compare the words that a checkpoint was trained with and those of its run's config now.
 
     A paper's code may give the same keys another meaning.
@@ -71,6 +75,7 @@ def check_same_words(checkpoint: Path, words: Mapping[str, Any] | None, config: 
         checkpoint: the checkpoint's folder, for the message.
         words: stored in its manifest; None if they are not known, which is not checked.
         config: of its run.
+        resumes: also compare what only the rest of the training depends on.
 
     Raises:
         UserError: they differ in something that weights or draws depend on.
@@ -78,8 +83,9 @@ def check_same_words(checkpoint: Path, words: Mapping[str, Any] | None, config: 
     if words is None or not isinstance(config.objective, PaperConfig):
         return
     now = config.objective.grammar(config)
+    ignored = _NO_MEANING if resumes else (*_NO_MEANING, *_OF_TRAINING)
     try:
-        differences = list(_other_words(Grammar.model_validate(words), now, ()))
+        differences = list(_other_words(Grammar.model_validate(words), now, (), ignored))
     except ValidationError as error:
         places = [".".join(map(str, each["loc"])) for each in error.errors()]
         differences = [f"{place}, which words no longer have" for place in places]
@@ -93,14 +99,16 @@ def check_same_words(checkpoint: Path, words: Mapping[str, Any] | None, config: 
         )
 
 
-def _other_words(there: Section, here: Section, path: tuple[str, ...]) -> Iterator[str]:
+def _other_words(
+    there: Section, here: Section, path: tuple[str, ...], ignored: Sequence[str]
+) -> Iterator[str]:
     for key in type(here).model_fields:
         old, new = getattr(there, key), getattr(here, key)
         place = (*path, key)
-        if old == new or key in _NO_MEANING or key in here.sampling_keys:
+        if old == new or key in ignored or key in here.sampling_keys:
             continue
         if type(old) is type(new) and isinstance(old, Section):
-            yield from _other_words(old, new, place)
+            yield from _other_words(old, new, place, ignored)
         else:
             yield f"{'.'.join(place)} {_shown(old)}, not {_shown(new)}"
 

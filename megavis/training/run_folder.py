@@ -100,7 +100,8 @@ def check_same_origin(
     Raises:
         UserError: they differ; other data of the same tokenizer is allowed by `data.may_change`.
     """
-    check_same_words(step_folder(config.folder, manifest.step), manifest.words, config)
+    checkpoint = step_folder(config.folder, manifest.step)
+    check_same_words(checkpoint, manifest.words, config, resumes=True)
     before = manifest.tokenizer
     if before != tokenizer:
         raise UserError(
