@@ -1,7 +1,6 @@
 """`megavis evaluate panoptic` and `depth` on reconstructions and on predictions from images."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -138,8 +137,6 @@ def test_likelihood_is_that_of_the_latents_given_the_image(folder, kind, capsys)
 def test_exports_predict_the_same_maps(folder, kind, stage, tmp_path):
     run, made = folder / "runs" / stage.format(kind), tmp_path / "export"
     assert main(["export", str(run), "--to", "huggingface", str(made)]) == 0
-    assert evaluate(kind, made)["all"] == evaluate(kind, run)["all"]
-    shutil.rmtree(made / "evaluation")
     again = tmp_path / "again"
     assert main(["import", "huggingface", str(made), str(again)]) == 0
     assert evaluate(kind, again)["all"] == evaluate(kind, run)["all"]
