@@ -65,7 +65,7 @@ def write_page(study: Study, folder: Path, page: Path | None) -> list[Path]:
     def parts_for(path: Path) -> dict[str, list[str]]:
         return {
             "cifar10": [*_classes(study, "cifar10", folder), *_pictures(study, folder, path)],
-            "mnist": [*_likelihoods(study, folder)],
+            "mnist": [*_likelihoods(study, folder, path)],
             "digits": [*_classes(study, "digits", folder)],
             "generated": [*_generated(study, folder, path)],
         }
@@ -220,8 +220,8 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
     return True
 
 
-def _likelihoods(study: Study, folder: Path) -> Iterator[str]:
-    """Yield a table of bits per dimension: the curve over training, and all test images."""
+def _likelihoods(study: Study, folder: Path, page: Path) -> Iterator[str]:
+    """Yield bits per dimension, of the curve over training and of all test images, and pictures."""
     methods = [method for method in study.methods if method.data == "mnist"]
     rows = {method.name: list(_curve(method, folder)) for method in methods}
     if any(rows.values()):
@@ -230,6 +230,13 @@ def _likelihoods(study: Study, folder: Path) -> Iterator[str]:
         yield from table([head, *(row for each in rows.values() for row in each)])
         yield ""
     yield from missing(name for name, each in rows.items() if not each)
+    for method in methods:
+        for name, text in (
+            ("generated", "generated"),
+            ("completions", "test images, their upper halves, and four completions of each"),
+        ):
+            drawn = folder / method.pretrained / f"evaluation/{name}.png"
+            yield from picture(drawn, page, _PICTURES, f"{method.name}: {text}")
 
 
 def _curve(method: Method, folder: Path) -> Iterator[list[str]]:

@@ -240,6 +240,11 @@ class Study:
             words = ["megavis", "likelihood", str(method.pretrained), "--images", images]
             words += ["--num-images", "64"] if self.small else []
             yield Task(tuple(words), method.pretrained / "evaluation/likelihood.json")
+            completed = ("--prefix", "half", "--completions", "4", "--images", images)
+            for name, options in (("generated", ()), ("completions", completed)):
+                path = method.pretrained / f"evaluation/{name}.png"
+                drawn = ("sample", str(method.pretrained), *options, "--num-images", "8")
+                yield _evaluation((*drawn, "--out", str(path)), path)
             return
         if method.pretrain and method.data == "cifar10":
             yield self._probe(method, "test")
