@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     accept_all_text()
     show_fatal_stacks()
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments, unknown = build_parser().parse_known_args(argv)
+        if unknown:
+            arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code

@@ -238,10 +238,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parsed, words = build_parser().parse_known_args(arguments)
     # argparse accepts key=value words only if adjacent; users put options between them.
     if words and (not hasattr(parsed, "overrides") or any(w.startswith("-") for w in words)):
-        raise UserError(
-            f"unrecognized arguments: {' '.join(words)}; `megavis {parsed.command} --help` shows"
-            " the options"
-        )
+        parsed.refuse(f"unrecognized arguments: {' '.join(words)}")
     if words:
         parsed.overrides += words
     return parsed

@@ -190,8 +190,8 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
         self.register("type", Path, path_of)
-        # Lets a command determine which of its options were given.
-        self.set_defaults(default_of=self.get_default)
+        # Of the innermost parser: which of its options were given, and whose help shows them.
+        self.set_defaults(default_of=self.get_default, refuse=self.error)
         self._fill = fill
 
     def fill(self) -> None:

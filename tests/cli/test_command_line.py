@@ -95,6 +95,12 @@ def test_every_option_has_help_with_its_default(parser):
             ["palette", "fti"],
             "invalid choice: 'fti' (choose from 'fit', 'grey', 'shards')",
         ),
+        (main, ["checkpoint", "list", "x", "--y"], "--y; `megavis checkpoint list --help` shows"),
+        (
+            data_tools,
+            ["palette", "fit", "x", "--out", "y.npy", "--colors", "8"],
+            "arguments: --colors 8; `python -m data_tools palette fit --help` shows",
+        ),
         (data_tools, ["palette", "fit", "x", "--out", "y.npy", "--num-colors", "0"], "in [1, 512]"),
         (data_tools, ["verify", "nowhere"], "nowhere does not exist in"),
         (data_tools, ["jpeg", "nowhere", "--out", "x"], "nowhere does not exist: give a folder"),
