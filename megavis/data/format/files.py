@@ -34,8 +34,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         partial.replace(path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of writing to a full disk
-            error.filename = str(path)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # An error of writing, as to a full disk, has none.
         raise
     flush_folder(path.parent)
 
