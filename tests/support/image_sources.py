@@ -30,6 +30,17 @@ def opened(source, *options):
     return open_source(build_parser().parse_args(words))
 
 
+def pictures(source):
+    """Return the images of a source, and the reason of each file that it refuses, by name."""
+    refused = {}
+    found = [
+        picture
+        for part in source.parts(files_per_part=5, seed=0)
+        for picture in part.pictures(lambda name, reason: refused.setdefault(name, reason))
+    ]
+    return found, refused
+
+
 def looks(found):
     """Return label and pixels of each image in a comparable, sorted form."""
     return sorted((label, pixels.shape, pixels.tobytes()) for label, pixels in found)

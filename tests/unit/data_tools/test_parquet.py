@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pyarrow
 import pytest
-from image_sources import opened, small_jpeg, write_folder, write_tar
+from image_sources import opened, pictures, small_jpeg, write_folder, write_tar
 from pyarrow import parquet
 
 from data_tools import parquet as reading
@@ -65,16 +65,6 @@ def hub(tmp_path):
     test = [small_jpeg(90), small_jpeg(91)]
     write(tmp_path / "data/test-00000-of-00001.parquet", test, [-1, -1])
     return tmp_path / "data"
-
-
-def pictures(source):
-    refused = {}
-    found = [
-        picture
-        for part in source.parts(files_per_part=5, seed=0)
-        for picture in part.pictures(lambda name, reason: refused.setdefault(name, reason))
-    ]
-    return found, refused
 
 
 def test_images_and_labels_of_a_hub_folder(hub, capsys):

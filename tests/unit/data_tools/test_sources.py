@@ -10,6 +10,7 @@ import pytest
 from image_sources import (
     SYNSETS,
     opened,
+    pictures,
     small_jpeg,
     training_files,
     validation_files,
@@ -28,16 +29,6 @@ from data_tools.source_formats import find_layout
 from data_tools.sources import FileSource
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
-
-
-def pictures(source):
-    refused = {}
-    found = [
-        picture
-        for part in source.parts(files_per_part=5, seed=0)
-        for picture in part.pictures(lambda name, reason: refused.setdefault(name, reason))
-    ]
-    return found, refused
 
 
 def labels_by_name(source):
