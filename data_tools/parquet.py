@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from data_tools.labelled.data_set import EXTRA, OFFICIAL_SPLITS, TEST, TRAIN, UNLABELED, VALIDATION
 from data_tools.selection import ImageSelection, Split
@@ -319,7 +319,7 @@ def _of_split(found: Mapping[str, Sequence[Path]], split: str, place: Path) -> t
                 f" {usual[0]}"
             )
         if split == "all" or usual in ([], [TRAIN]):
-            return (usual or [""])[0], split  # type: ignore[return-value]
+            return (usual or [""])[0], cast(Split, split)
     if split in found:
         return split, "all"
     have = f"has files of {' and '.join(named)} only" if named else "does not name its files so"

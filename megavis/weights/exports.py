@@ -211,8 +211,9 @@ def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: st
     except UserError as error:
         limits.append(f"Only `megavis.load` opens it: {error}.")
     limits += [f"Its tokenizer is in `{name}`." for name in exported_names(run.config).values()]
-    if isinstance(reads := getattr(run.objective.backbone, "reads", None), Patches):
-        limits.append(_PATCHES.format(p=reads.patch_size, d=reads.width))
+    backbone = run.objective.backbone
+    if isinstance(backbone, Model) and isinstance(backbone.reads, Patches):
+        limits.append(_PATCHES.format(p=backbone.reads.patch_size, d=backbone.reads.width))
     use, difference = _OWN_USE, None
     folder.mkdir(parents=True)
     if form is not None:
