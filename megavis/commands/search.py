@@ -142,6 +142,8 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
 
 
 def _plot(points: Sequence[Point], args: argparse.Namespace) -> int:
+    for point in points:
+        point.check()
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
     if all(map(math.isnan, scores)):
         raise UserError("no run of the grid is finished yet, so there is nothing to plot")

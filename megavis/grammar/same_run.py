@@ -45,7 +45,7 @@ def check_same_run(path: Path, config: RunConfig) -> None:
         old, new = getattr(before, key), getattr(config, key)
         if old != new:
             raise UserError(
-                f"{path}: this run was started with {_first_difference(key, old, new)}; choose"
+                f"{path}: this run was started with {first_difference(key, old, new)}; choose"
                 " another name, or restore the value"
             )
     new_values = _order_keys(config)
@@ -147,7 +147,7 @@ def _with_mlp_size(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _first_difference(key: str, old: Any, new: Any) -> str:
+def first_difference(key: str, old: Any, new: Any) -> str:
     """Describe the first key of a section that differs, with its old and new value."""
     if not (isinstance(old, Section) and isinstance(new, Section)):
         return f"{key} {old}, not {new}" if isinstance(old, int) else f"another {key!r}"
@@ -156,7 +156,7 @@ def _first_difference(key: str, old: Any, new: Any) -> str:
             return f"{key}.{name} {getattr(old, name)}, not without it"
         one, other = getattr(old, name), getattr(new, name)
         if one != other and isinstance(one, Section) and isinstance(other, Section):
-            return _first_difference(f"{key}.{name}", one, other)
+            return first_difference(f"{key}.{name}", one, other)
         if one != other:
             return f"{key}.{name} {one}, not {other}"
     return f"another {key!r}"

@@ -26,8 +26,13 @@ from megavis.parallel.context import ParallelContext, end_engines
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.validation import accuracy_history
 from megavis.training.metrics import read_metrics
-from megavis.training.run_folder import check_earlier_run
-from megavis.training.search.trial import give_up, given_up_at, is_finished, train_trial
+from megavis.training.search.trial import (
+    check_trial,
+    give_up,
+    given_up_at,
+    is_finished,
+    train_trial,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,8 +133,8 @@ def search_rates(
         The outcomes, largest rate first.
 
     Raises:
-        UserError: there are no validation data or no rates above 0, or a folder holds a run other
-            than its rate's.
+        UserError: there are no validation data or no rates above 0, or a folder holds a run that
+            was trained otherwise than its rate's.
     """
     if config.data.validation is None:
         raise UserError("the search compares validation losses: set data.validation")
@@ -138,7 +143,7 @@ def search_rates(
     outcomes: list[TrialResult] = []
     for rate in sorted(set(rates), reverse=True):
         trial = config_for(config, rate)
-        context.on_main(partial(check_earlier_run, trial))
+        context.on_main(partial(check_trial, trial))
         # The folder may appear older on another node.
         outcome = context.from_main(read_outcome(trial))
         if outcome.state == "unfinished":

@@ -23,8 +23,7 @@ from megavis.config.schema import RunConfig
 from megavis.evaluation.figures import Row
 from megavis.grammar.same_run import source_differences
 from megavis.parallel.context import ParallelContext
-from megavis.training.run_folder import check_earlier_run
-from megavis.training.search.trial import given_up_at, is_finished, train_trial
+from megavis.training.search.trial import check_trial, given_up_at, is_finished, train_trial
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,6 +55,12 @@ class Point:
         """Step of the last run's newest checkpoint; 0 without one."""
         checkpoint = latest_checkpoint(self.folder)
         return 0 if checkpoint is None else read_manifest(checkpoint).step
+
+    def check(self) -> None:
+        """Raise UserError if a folder holds a run that was trained otherwise."""
+        for loaded in self.runs:
+            with loaded.source.locate():
+                check_trial(loaded.config)
 
     @property
     def is_finished(self) -> bool:
@@ -115,9 +120,9 @@ def train_run(config: RunConfig, context: ParallelContext) -> bool:
     """Train one run to its end, from its newest checkpoint.
 
     Returns False if too many steps in a row were bad: the run is given up, and a later sweep does
-    not resume it. Raises UserError if the folder holds another run.
+    not resume it. Raises UserError if the folder holds a run that was trained otherwise.
     """
-    context.on_main(lambda: check_earlier_run(config))
+    context.on_main(lambda: check_trial(config))
     # The folder may appear older on another node.
     if context.from_main(given_up_at(config)) is not None:
         return False

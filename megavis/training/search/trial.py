@@ -1,14 +1,22 @@
-"""Train one run of a search or sweep, where divergence is a result, and check that it finished."""
+"""Train one run of a search or sweep, where divergence is a result.
+
+Also check that a run has finished, and that an earlier one was trained as its config says: a run
+may be resumed with another schedule, say, but then it is no point of a search.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import checkpoints_by_age
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
+from megavis.data.format.manifest import Manifest
+from megavis.grammar.same_run import check_same_run, first_difference
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import Callback
 from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
@@ -19,6 +27,70 @@ from megavis.training.run_folder import hold_run
 from megavis.training.trainer import Trainer
 
 _GIVEN_UP = "given_up.json"
+_WITHOUT_RESULT = (
+    *("steps", "micro_batch_size", "deterministic", "kernels", "log_every", "validate_every"),
+    *("sample_every", "sample_images", "hang_timeout", "check_replicas_every", "max_restarts"),
+    *("train", "validation", "cache", "cache_gib", "may_change", "threads"),
+)
+"""Keys of `training` and `data` on which results do not depend, but for rounding, or that are
+compared apart."""
+
+
+def check_trial(config: RunConfig) -> None:
+    """Compare a config with the run in its folder, if there is one, whose results count as its own.
+
+    More steps are allowed. Folders of images are compared by what they hold: they may have moved.
+
+    Raises:
+        UserError: they differ in something that the results depend on.
+    """
+    path = config.folder / "config.yaml"
+    is_started = checkpoints_by_age(config.folder) or (config.folder / _GIVEN_UP).exists()
+    if not is_started or not path.exists():
+        return
+    check_same_run(path, config)
+    difference = next(_differences(load_config(path).config, config), None)
+    if difference is not None:
+        raise UserError(
+            f"{path}: this run was trained with {difference}; choose another name, or restore the"
+            " value"
+        )
+
+
+def _differences(before: RunConfig, config: RunConfig) -> Iterator[str]:
+    steps = before.training.steps, config.training.steps
+    if steps[0] > steps[1]:
+        yield f"training.steps {steps[0]}, not {steps[1]}"
+    for key in ("optimizer", "schedule", "training", "data"):
+        old, new = getattr(before, key), getattr(config, key)
+        known = type(new).model_fields
+        same = {name: getattr(new, name) for name in _WITHOUT_RESULT if name in known}
+        old = old.model_copy(update=same)
+        if old != new:
+            yield first_difference(key, old, new)
+    for key, first, second in _image_folders(before, config):
+        if first != second and _hold_others(first, second):
+            yield f"{key} {first}, which holds other images than {second}"
+    crops = before.data.training_crops, config.data.training_crops
+    if crops[0] != crops[1]:
+        yield f"crops {', '.join(crops[0])} of data.train, not {', '.join(crops[1])}"
+
+
+def _image_folders(before: RunConfig, config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield key, earlier folder and folder of the images that both configs have."""
+    if before.data.validation and config.data.validation:
+        yield "data.validation", before.data.validation, config.data.validation
+    for old, new in zip(before.data.train_sources, config.data.train_sources, strict=True):
+        yield "data.train", old.path, new.path
+
+
+def _hold_others(*folders: str) -> bool:
+    """Return whether two folders are known to hold different samples."""
+    try:
+        first, second = (Manifest.read(folder).content for folder in folders)
+    except UserError:
+        return False
+    return first != second
 
 
 def train_trial(

@@ -98,6 +98,12 @@ def test_search_descends_until_the_loss_rises(config, capsys):
     assert table(config) == rows
     assert {run: metrics(run) for run in runs.glob("small-lr-*")} == before
 
+    # Results of another schedule must not count as this one's.
+    capsys.readouterr()
+    assert search(config, "--rates", ",".join(rates), "schedule.decay=constant") == 2
+    message = capsys.readouterr().err
+    assert "this run was trained with schedule.decay cosine, not constant" in message
+
 
 def test_finetuning_with_early_stopping_is_selected_by_accuracy(config):
     words = ["finetune={num_classes: 3, patience: 2}", "training.validate_every=1"]

@@ -88,6 +88,12 @@ def test_sweep_resumes_finished_points(config, capsys):
     capsys.readouterr()
     assert main(["sweep", str(config), "seed=1", *GRID, "--device", "cpu"]) == 2
     assert "this run was started with seed 0" in capsys.readouterr().err
+    # Nor those of other settings, neither in training nor in a plot of what there is.
+    for words in ([], ["--plot"]):
+        other = ["optimizer.weight_decay=0.1", "--measure", "loss"]
+        assert main([*command, *other, *words]) == 2
+        message = capsys.readouterr().err
+        assert "this run was trained with optimizer.weight_decay 0.0, not 0.1" in message
 
 
 def test_diverging_point_is_given_up_and_the_others_are_trained(config, monkeypatch, capsys):
