@@ -10,7 +10,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ from megavis.sampling.pictures import Gallery, save_png
 from megavis.training.search.trial import is_finished
 
 RESULTS_NAME = "watch.jsonl"
+_KEYS = {"loss": "validation_loss", "probe": "probe_accuracy", "neighbors": "neighbors_accuracy"}
+"""Number that a measure records."""
 _NEIGHBORS = 20
 _PICTURES = 8
 _BATCH_SIZE = 64
@@ -73,12 +75,12 @@ def watch(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace) -> None:
     distance = SampleFID(args) if DISTANCE in args.what else None
-    pruned: set[int] = set()
+    seen: set[int] = set()
     is_last_look = False
     while True:
-        for step in _waiting_steps(args, pruned):
-            if (record := _measured(args, step, distance)) is None:
-                pruned.add(step)
+        for step, what in _waiting_steps(args, distance, seen):
+            seen.add(step)
+            if (record := _measured(args, step, what, distance)) is None:
                 sys.stdout.write(f"step {step} was pruned before it was read\n")
             else:
                 _keep(args.run_folder, record)
@@ -88,21 +90,55 @@ def _watch(args: argparse.Namespace) -> None:
         is_last_look = _wait(args)
 
 
-def _waiting_steps(args: argparse.Namespace, pruned: set[int]) -> Iterator[int]:
-    """Yield the steps of checkpoints to evaluate, polling after each."""
+def _waiting_steps(
+    args: argparse.Namespace, distance: SampleFID | None, seen: set[int]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the steps of checkpoints to evaluate, and what to measure, polling after each."""
     while True:
-        path = args.run_folder / "evaluation" / RESULTS_NAME
-        records = WatchedCheckpoint.read(path) if path.exists() else []
-        done = {record.step for record in records} | pruned
         newest, last = _newest_step(args.run_folder), _last_step(args.run_folder)
-        waiting = [
-            step
+        missing = (
+            (step, _missing(args, step, distance))
             for step in saved_steps(args.run_folder)
-            if step <= newest and step not in done and (step % args.every == 0 or step == last)
-        ]
-        if not waiting:
+            if step <= newest and step not in seen and (step % args.every == 0 or step == last)
+        )
+        waiting = next(((step, what) for step, what in missing if what), None)
+        if waiting is None:
             return
-        yield waiting[0]
+        yield waiting
+
+
+def _missing(args: argparse.Namespace, step: int, distance: SampleFID | None) -> list[str]:
+    """Return the measures that no earlier watch with these options has recorded for a step."""
+    path = args.run_folder / "evaluation" / RESULTS_NAME
+    wanted = WatchedCheckpoint(step=step, seconds=0.0, **_settings(args)).settings
+    records = [
+        record
+        for record in (WatchedCheckpoint.read(path) if path.exists() else [])
+        if record.step == step and record.settings == wanted
+    ]
+
+    def is_measured(name: str) -> bool:
+        if name == "samples":
+            return bool(records) and _picture(args.run_folder, step).exists()
+        if name == DISTANCE:
+            assert distance is not None
+            return any(map(distance.has_measured, records))
+        return any(_KEYS[name] in record.numbers for record in records)
+
+    return [name for name in args.what if not is_measured(name)]
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that metrics depend on, as recorded."""
+    return {
+        "train_images": args.train_images,
+        "validation_images": args.validation_images,
+        "seed": args.seed,
+        "train": args.train,
+        "validation": args.validation,
+        "selection": args.selection,
+        "precision": None if args.precision == "float32" else args.precision,
+    }
 
 
 def _newest_step(run_folder: Path) -> int:
@@ -136,7 +172,7 @@ def _wait(args: argparse.Namespace) -> bool:
 
 
 def _measured(
-    args: argparse.Namespace, step: int, distance: SampleFID | None
+    args: argparse.Namespace, step: int, what: Sequence[str], distance: SampleFID | None
 ) -> WatchedCheckpoint | None:
     """Evaluate a checkpoint; None if it was pruned meanwhile."""
     began = time.perf_counter()
@@ -144,7 +180,7 @@ def _measured(
         opened = open_run(args.run_folder, step=step, device=args.device, precision=args.precision)
         measures = CheckpointMeasures(opened, args, distance)
         numbers: dict[str, Any] = {}
-        for name in args.what:
+        for name in what:
             if name == "samples":
                 _show(args.run_folder, step, measures.picture())
             else:
@@ -157,9 +193,7 @@ def _measured(
         step=step,
         **numbers,
         seconds=time.perf_counter() - began,
-        train_images=args.train_images,
-        validation_images=args.validation_images,
-        seed=args.seed,
+        **_settings(args),
     )
 
 
@@ -179,10 +213,14 @@ def _keep(run_folder: Path, record: WatchedCheckpoint) -> None:
 
 
 def _show(run_folder: Path, step: int, pixels: np.ndarray) -> None:
-    save_png(run_folder / "samples" / f"watch-{step:08d}.png", pixels)
+    save_png(_picture(run_folder, step), pixels)
     events = _events(run_folder)
     events.add_image(step, "evaluation/samples", pixels)
     events.write()
+
+
+def _picture(run_folder: Path, step: int) -> Path:
+    return run_folder / "samples" / f"watch-{step:08d}.png"
 
 
 def _events(run_folder: Path) -> EventFile:
@@ -275,6 +313,16 @@ class SampleFID:
         self._device = device_of(args)
         self._network = open_network(args.inception, args.network, self._device)
         self._reference = read_statistics(args.reference)
+
+    def has_measured(self, record: WatchedCheckpoint) -> bool:
+        """Return whether a record has the distance of as many images by this network and reference.
+
+        Its seed is among `WatchedCheckpoint.settings`.
+        """
+        found, reference = record.distance_of or "", self._reference
+        of = f", network {self._network.about}, reference {reference.source}"
+        of += f" {reference.sha256[:8]} ("
+        return found.startswith(f"N {self._num_images} of ") and of in found
 
     def measure(self, opened: Run) -> SamplesResult:
         """Generate images with the defaults of `megavis sample RUN` and compare them."""

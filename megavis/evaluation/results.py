@@ -345,9 +345,17 @@ class SweepScore(Result):
         write_atomically(path, to_json(self.record()).encode())
 
 
+_WATCH_SETTINGS = (
+    "train_images", "validation_images", "seed", "train", "validation", "selection", "precision"
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class WatchedCheckpoint(Row):
-    """The requested metrics of one checkpoint; numbers of images are maxima."""
+    """The requested metrics of one checkpoint; numbers of images are maxima.
+
+    `train`, `validation`, `selection` and `precision` are recorded if they are not the defaults.
+    """
 
     command = "`megavis evaluate watch`"
     step: int
@@ -363,11 +371,20 @@ class WatchedCheckpoint(Row):
     train_images: int
     validation_images: int | None
     seed: int
+    train: str | None = None
+    validation: str | None = None
+    selection: str | None = None
+    precision: str | None = None
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Options that the metrics depend on, besides those that `distance_of` names."""
+        return tuple(getattr(self, name) for name in _WATCH_SETTINGS)
 
     @property
     def numbers(self) -> dict[str, float]:
         """The metrics by name, and the seconds that they took."""
-        others = ("step", "distance_of", "train_images", "validation_images", "seed")
+        others = ("step", "distance_of", *_WATCH_SETTINGS)
         return {key: value for key, value in self.record().items() if key not in others}
 
 

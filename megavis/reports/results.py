@@ -331,30 +331,39 @@ def _likelihood(run: RunRecord, result: LikelihoodResult) -> Iterator[Block]:
 
 def _watch(run: RunRecord, records: Sequence[WatchedCheckpoint]) -> Iterator[Block]:
     """`megavis evaluate watch`: each metric by checkpoint step."""
-    records = sorted(records, key=lambda record: record.step)
+    newest, records = records, sorted(records, key=lambda record: record.step)
     if not records:
         return
-    last = records[-1]
-    caption = (
-        f"{text(last.validation_images or 'All')} validation images, classifiers fitted on"
-        f" at most {text(last.train_images)}, seed {last.seed}."
-    )
     for title, keys, unit, factor in _OVER_STEPS:
-        lines, about = [], caption
+        lines, about = [], ""
         for color, key in enumerate(keys):
-            measured = [record for record in records if key in record.numbers]
+            measured = _alike([record for record in newest if key in record.numbers])
             steps = [record.step for record in measured]
             values = [factor * record.numbers[key] for record in measured]
             if steps:
                 name = words(key) if len(keys) > 1 else ""
                 lines.append(Line(steps, values, color, name, marks=True))
-                about = measured[-1].distance_of or "" if keys[0] in _DISTANCES else caption
+                last = measured[-1]
+                about = last.distance_of or "" if keys[0] in _DISTANCES else _of_watch(last)
         if lines:
             yield line_chart(title, lines, x="step", y=unit, caption=about)
     # Shown once, below the chart.
     numbers = [dataclasses.replace(record, distance_of=None).record() for record in records]
     table = tables_of(numbers, title="Values")[0]
     yield dataclasses.replace(table, closed=True)
+
+
+def _alike(records: Sequence[WatchedCheckpoint]) -> list[WatchedCheckpoint]:
+    """Return by step those with the options of the last one, which were measured alike."""
+    alike = {each.step: each for each in records if each.settings == records[-1].settings}
+    return [alike[step] for step in sorted(alike)]
+
+
+def _of_watch(record: WatchedCheckpoint) -> str:
+    return (
+        f"{text(record.validation_images or 'All')} validation images, classifiers fitted on"
+        f" at most {text(record.train_images)}, seed {record.seed}."
+    )
 
 
 def _samples(run: RunRecord, result: SamplesResult) -> Iterator[Block]:

@@ -58,6 +58,24 @@ def test_checkpoints_are_evaluated_once(run_folder, copied, capsys):
     assert "step 4: validation_loss" in capsys.readouterr().out
 
 
+def test_what_an_earlier_watch_has_not_measured_is_measured(copied, capsys):
+    """Another measure, or other images, at checkpoints that an earlier watch has evaluated."""
+    watch = ["evaluate", "watch", str(copied), "--every", "5"]
+    assert main([*watch, "--what", "loss", *FEW]) == 0
+    assert main([*watch, "--what", "loss,neighbors", *FEW]) == 0
+    first, second = measured(copied)
+    assert "validation_loss" not in second
+    assert 0 <= second["neighbors_accuracy"] <= 1
+    fewer = ["--train-images", "100", "--validation-images", "20"]
+    assert main([*watch, "--what", "loss", *fewer]) == 0
+    *_, third = measured(copied)
+    assert third["validation_images"] == 20
+    assert third["validation_loss"] != pytest.approx(first["validation_loss"], rel=1e-6)
+    assert main([*watch, "--what", "loss,neighbors", *FEW]) == 0
+    assert main([*watch, "--what", "loss", *fewer]) == 0
+    assert len(measured(copied)) == 3, "nothing is measured twice"
+
+
 def test_frechet_distance_matches_evaluate_samples(copied, shards, tmp_path, monkeypatch, capsys):
     for command in (evaluate_watch, evaluate):
         monkeypatch.setattr(command, "open_network", lambda *_: Small())
@@ -72,6 +90,12 @@ def test_frechet_distance_matches_evaluate_samples(copied, shards, tmp_path, mon
     words = ["--num-samples", "5", "--seed", "3", "--reference", str(reference), "--every", "5"]
     assert main(["evaluate", "watch", str(copied), "--what", "frechet", *words]) == 0
     (line,) = measured(copied)
+    words[1] = "6"
+    assert main(["evaluate", "watch", str(copied), "--what", "frechet", *words]) == 0
+    line, more = measured(copied)
+    assert more["distance_of"].startswith("N 6 of")
+    assert main(["evaluate", "watch", str(copied), "--what", "frechet", *words]) == 0
+    assert len(measured(copied)) == 2
     expected = json.loads(out.read_text())["frechet_distance"]
     assert line["frechet_distance"] == pytest.approx(expected, rel=1e-5)
     settings = f"N 5 of watched at step 12, seed 3, network small abababab, reference {reference}"
@@ -235,3 +259,21 @@ def test_report_shows_watched_metrics(copied):
     assert "<h4>Fréchet distance by step</h4>" in page
     assert page.count("N 5 of watched") == 1
     assert "All validation images, classifiers fitted on at most 100, seed 3." in page
+    # A curve joins what was measured alike, whose options the caption names.
+    other = WatchedCheckpoint(step=8, probe_accuracy=0.9, **{**settings, "seed": 4})
+    other.append(copied / "evaluation" / "watch.jsonl")
+    (shown,) = _watch_lines(copied)
+    assert (list(shown.x), list(shown.y)) == ([8], [90.0])
+
+
+def _watch_lines(folder):
+    """Return the lines of the report's chart of accuracies."""
+    from megavis.evaluation.results import WatchedCheckpoint
+    from megavis.reports import results
+
+    records = WatchedCheckpoint.read(folder / "evaluation" / "watch.jsonl")
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "line_chart", lambda title, lines, **_: drawn.append(lines))
+        list(results.KNOWN_RESULTS["watch"](None, records))
+    return drawn[0]

@@ -339,8 +339,8 @@ def _add_watch(verbs: Any) -> None:
         description="Evaluate each checkpoint of a running job as it appears, existing ones"
         " first. Results go to RUN/evaluation/watch.jsonl, one line per checkpoint, and to"
         " TensorBoard under 'evaluation'; samples to RUN/samples. Ends when the run has reached its"
-        " last step, or on Ctrl-C or SIGTERM; when restarted it continues with new checkpoints. The"
-        " config section `evaluation` makes training start it.",
+        " last step, or on Ctrl-C or SIGTERM; when restarted it continues with what has not been"
+        " measured with the same options. The config section `evaluation` makes training start it.",
         epilog="example: megavis evaluate watch runs/igpt_demo --what loss,probe,samples",
     )
     add_run(parser)
