@@ -80,8 +80,11 @@ class CategoricalOptions:
             raise UserError("guidance must grow by a power or by a schedule, not by both")
 
     def guided(self, logits: Tensor, share_done: float) -> Tensor:
-        """Combine logits of both halves of the rows, with and without a class, `[2 · r, q, v]`."""
-        given, free = logits.chunk(2)
+        """Combine logits of both halves of the rows, with and without a class, `[2 · r, q, v]`.
+
+        Returns float32 `[r, q, v]`: rounded to bf16 once more, probabilities change by a tenth.
+        """
+        given, free = logits.float().chunk(2)
         weight = self.guidance * (share_done if self.guidance_schedule == "linear" else 1.0)
         if self.guidance_power is not None:
             weight *= (1.0 - math.cos(math.pi * share_done**self.guidance_power)) / 2.0

@@ -120,3 +120,16 @@ def test_guidance_leads_away_from_what_no_class_predicts(settings, share, weight
 def test_out_of_range_options_raise(settings):
     with pytest.raises(UserError, match="must|needs"):
         CategoricalOptions(**settings)
+
+
+@pytest.mark.parametrize("weight", [1.5, 7.0])
+def test_guidance_of_bf16_logits_is_not_rounded_again(weight):
+    torch.manual_seed(4)
+    given, free = (3 * torch.randn(2, 8, 1, 512)).bfloat16()
+    options = CategoricalOptions(guidance=weight)
+
+    got = options.probabilities(options.guided(torch.cat([given, free]), 0.0)[:, 0])
+
+    with_class, without = (each[:, 0].double().numpy() for each in (given, free))
+    weights = np.exp((1 + weight) * with_class - weight * without)
+    np.testing.assert_allclose(got.numpy(), weights / weights.sum(1, keepdims=True), rtol=1e-4)
