@@ -72,19 +72,25 @@ class FeatureCollector:
 
     Args:
         num_kept: largest number of feature vectors to keep.
+        may_be_sorted: images may be sorted by class; the class score then takes random splits.
 
     Raises:
         UserError: there is only one image, which has no covariance.
     """
 
     def __init__(
-        self, network: FeatureNetwork, *, num_images: int, num_kept: int = MANIFOLD_COUNT
+        self,
+        network: FeatureNetwork,
+        *,
+        num_images: int,
+        num_kept: int = MANIFOLD_COUNT,
+        may_be_sorted: bool = False,
     ) -> None:
         if num_images < 2:
             raise UserError("a distribution needs at least 2 images")
         self._network, self._num_images = network, num_images
         self._gaussian, self._spatial = RunningGaussian(), RunningGaussian()
-        self._score = RunningClassScore(num_images)
+        self._score = RunningClassScore(num_images, shuffled=may_be_sorted)
         self._kept: list[Tensor] = []
         count = min(num_kept, num_images)
         self._places = torch.arange(count) * num_images // max(count, 1)

@@ -3,7 +3,7 @@
 Fréchet distance: "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
 Equilibrium" (Heusel et al., 2017), equation 6: ‖μ₁ − μ₂‖² + Tr(Σ₁ + Σ₂ − 2 (Σ₁Σ₂)^½).
 Inception score: "Improved Techniques for Training GANs" (Salimans et al., 2016), section 4:
-exp E KL(p(y|x) ‖ p(y)), the mean over ten consecutive splits of the images.
+exp E KL(p(y|x) ‖ p(y)), the mean over ten splits of the images.
 "Improved Precision and Recall Metric for Assessing Generative Models" (Kynkäänniemi et al., 2019),
 equations 1 and 2: a set's manifold is the union of balls around its vectors, with the distance to
 the k-th nearest other vector as radius. Precision is the fraction of samples in the manifold of the
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megavis.parallel.random import uniform
 
 NUM_SPLITS = 10
 """Splits of published inception scores: 50,000 images, 5,000 per split."""
@@ -92,15 +94,21 @@ def _root(covariance: Tensor) -> Tensor:
 
 
 class RunningClassScore:
-    """Running inception score over consecutive splits, in float64.
+    """Running inception score, in float64.
 
     Args:
         num_images: N, which determines the splits.
+        shuffled: splits are random; by default they are consecutive images. A split of images that
+            are sorted by class has few classes, and exp KL is at most their number.
     """
 
-    def __init__(self, num_images: int) -> None:
+    def __init__(self, num_images: int, *, shuffled: bool = False) -> None:
         self.num_splits = min(NUM_SPLITS, num_images)
         self._ends = [i * num_images // self.num_splits for i in range(1, self.num_splits + 1)]
+        self._places = torch.arange(num_images)
+        if shuffled:
+            draws = uniform(self._places, 1, seed=0, purpose="class score")[:, 0]
+            self._places = draws.argsort(stable=True)
         self._seen = 0
         self._negentropy = self._probabilities = torch.zeros(())
 
@@ -111,7 +119,7 @@ class RunningClassScore:
         if not self._seen:
             self._negentropy = p.new_zeros(self.num_splits)
             self._probabilities = p.new_zeros(self.num_splits, p.shape[1])
-        places = torch.arange(self._seen, self._seen + len(p), device=p.device)
+        places = self._places[self._seen : self._seen + len(p)].to(p.device)
         ends = torch.tensor(self._ends, device=p.device)
         splits = torch.searchsorted(ends, places, right=True)
         self._negentropy.index_add_(0, splits, (p * log_p).sum(1))

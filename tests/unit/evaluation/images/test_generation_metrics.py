@@ -3,15 +3,21 @@
 torch-fidelity needs torchvision, so its output is stored in tests/data/inception.
 """
 
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from inception_weights import random_features
+from PIL import Image
 from torchmetrics.image.fid import FrechetInceptionDistance
 
+from megavis.commands.evaluate import collect_features
 from megavis.evaluation.images import set_metrics
+from megavis.evaluation.images.feature_networks import Activations
+from megavis.evaluation.images.image_files import open_images
+from megavis.evaluation.images.results import NetworkName
 from megavis.evaluation.images.set_metrics import (
     RunningClassScore,
     RunningGaussian,
@@ -87,6 +93,31 @@ def test_inception_score_matches_torch_fidelity(batch_size):
         score.add(batch)
     golden = (float(GOLDEN[f"inception_score_{name}"]) for name in ("mean", "std"))
     assert score.result() == pytest.approx(tuple(golden), rel=1e-6)
+
+
+def test_inception_score_of_sorted_images(tmp_path):
+    """A folder for each class, as other tools write them: its splits must not be of few classes."""
+    network = FourClasses()
+    for number in range(400):
+        folder = tmp_path / f"class_{number // 100}"
+        folder.mkdir(exist_ok=True)
+        pixels = np.full((4, 4, 3), number // 100, np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03d}.png")
+    images = open_images(tmp_path)
+    summary = collect_features(images, network, Namespace(batch_size=64), num_kept=0)
+    score, _ = summary.class_score
+    # Four classes that are certain and equally likely have exp KL = 4; a split of one has 1.
+    assert score == pytest.approx(4.0, rel=0.05)
+
+
+class FourClasses:
+    """Is certain that the class of an image is the value of its pixels."""
+
+    about = NetworkName("four", "cd" * 32, "none")
+
+    def __call__(self, images):
+        classes = torch.nn.functional.one_hot(images[:, 0, 0, 0].long(), 4)
+        return Activations(torch.randn(len(images), 2), 100.0 * classes)
 
 
 def test_precision_and_recall_match_torch_fidelity(monkeypatch):
