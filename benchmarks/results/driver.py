@@ -14,6 +14,7 @@ from types import FrameType
 
 from benchmarks.results.tasks import ROOT, Task
 from megavis.config.errors import UserError
+from megavis.training.metrics import read_json_lines
 
 TIMES = "times.jsonl"
 _PROGRAMS = {"megavis": "megavis.cli", "data_tools": "data_tools"}
@@ -35,7 +36,7 @@ class InterruptedStudyError(Exception):
 
 
 def run_tasks(tasks: Iterable[Task], folder: Path, *, say: Callable[[str], None]) -> None:
-    """Run each command that has not finished.
+    """Run each command that has not finished, and evaluations of what has been made anew since.
 
     Output goes to `study.log` in the folder, and the time of each command to `times.jsonl`.
 
@@ -43,11 +44,24 @@ def run_tasks(tasks: Iterable[Task], folder: Path, *, say: Callable[[str], None]
         UserError: a command failed, or ended without its result.
         InterruptedStudyError: SIGINT or SIGTERM arrived. Training has saved a checkpoint.
     """
+    newest = -1
     for task in tasks:
-        if task.is_done(folder):
-            continue
-        say(f"$ {task}")
-        _run(task, folder)
+        last = _last_lines(folder).get(task.made)
+        is_old = last is not None and task.is_evaluation and last != (max(last[0], newest), str(task))
+        if is_old or not task.is_done(folder):
+            if is_old:
+                (folder / task.done).unlink(missing_ok=True)
+            say(f"$ {task}")
+            _run(task, folder)
+            last = _last_lines(folder)[task.made]
+        if last is not None and task.is_evaluated:
+            newest = max(newest, last[0])
+
+
+def _last_lines(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return number and command of the last time at which each thing was made, if recorded."""
+    lines = read_json_lines(folder / TIMES)
+    return {line["done"]: (number, line["command"]) for number, line in enumerate(lines)}
 
 
 def _run(task: Task, folder: Path) -> None:
@@ -119,7 +133,7 @@ def _environment() -> dict[str, str]:
 def _record(folder: Path, task: Task, seconds: float, processor: float, began: float) -> None:
     line = {
         "command": str(task),
-        "done": str(task.run or task.done),
+        "done": task.made,
         "began": time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)),
         "seconds": round(seconds, 1),
         "processor_seconds": round(processor, 1),

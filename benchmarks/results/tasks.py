@@ -70,6 +70,21 @@ class Task:
         made = "evaluation/finetune_test.json" if command == "finetune" else "config.yaml"
         return cls(("megavis", command, *words), run / made, run, steps)
 
+    @property
+    def made(self) -> str:
+        """What it makes, as recorded with its time: the run folder, or the file."""
+        return str(self.run or self.done)
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it evaluates what others make, in a short time."""
+        return self.words[0] == "megavis" and self.run is None
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether later commands evaluate what it makes: weights, or generated images."""
+        return self.run is not None or self.done.suffix == ".npz"
+
     def is_done(self, folder: Path) -> bool:
         """Return whether the command has finished, in the folder of a study."""
         trained = self.run is None or self.steps in saved_steps(folder / self.run)

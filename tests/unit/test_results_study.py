@@ -253,6 +253,28 @@ def test_finished_commands_are_not_repeated(stub):
     assert all(0 <= each["processor_seconds"] <= each["seconds"] + 1 for each in times)
 
 
+def training(steps):
+    """Return a training of run `a`, of which the stub makes the checkpoint."""
+    saved = f"runs/a/checkpoints/step-{steps:08d}"
+    return Task(("megavis", "train", saved), Path("runs/a/config.yaml"), Path("runs/a"), steps)
+
+
+def test_what_has_been_made_anew_is_evaluated_again(stub):
+    """A study with more images trains its runs further: old evaluations are of other weights."""
+    (stub / "runs/a/checkpoints").mkdir(parents=True)
+    (stub / "runs/a/config.yaml").touch()
+    probe, likelihood = task("probe", "runs/a", "one"), task("likelihood", "runs/a", "two")
+    for steps, is_new in ((10, True), (10, False), (20, True), (20, False)):
+        tasks, said = [training(steps), probe, likelihood], []
+        driver.run_tasks(tasks, stub, say=said.append)
+        assert said == [f"$ {each}" for each in tasks] * is_new
+    # Nor does the result of another command count as that of this one.
+    said.clear()
+    more = task("probe", "runs/a", "--train-images", "50000", "one")
+    driver.run_tasks([training(20), more, likelihood], stub, say=said.append)
+    assert said == ["$ megavis probe runs/a --train-images 50000 one"]
+
+
 def test_a_training_is_finished_at_its_last_step(stub):
     run = Task(("megavis", "x"), Path("runs/a/config.yaml"), Path("runs/a"), steps=20)
     (stub / "runs/a/checkpoints/step-00000010").mkdir(parents=True)
