@@ -25,6 +25,7 @@ from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError, blame
 from megavis.config.load import load_run_config
 from megavis.config.schema import FinetuneConfig, RunConfig
+from megavis.data.format.manifest import hold_other_samples
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.labels import check_count, check_labels
@@ -109,6 +110,20 @@ class Finetuning:
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
         stopping = EarlyStopping(settings.patience)
         return cls(objective, config.folder, class_names, len(train), *parts, stopping)
+
+    def check_results(self) -> None:
+        """Raise UserError if the run has results on other images than `data.validation`."""
+        path, folder = self._results["selection"], self.validation.directory
+        before = FinetuneResult.read(path).data if path.exists() else str(folder)
+        if hold_other_samples(before, folder):
+            other = "choose another name, or restore the folder"
+            if self.objective.settings.task == "classes":
+                other += f"; `megavis ensemble {self.folder} --images {folder}` classifies them"
+            raise UserError(
+                f"{folder} holds other images than {before}, with which this run has chosen its"
+                f" step ({path}): {other}",
+                key="data.validation",
+            )
 
     def resume(self, step: int, context: ParallelContext) -> None:
         """Restore the state after `step` steps; if training continues, remove earlier results."""

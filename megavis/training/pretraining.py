@@ -61,6 +61,9 @@ class Pretraining:
         if context.is_main:
             early_stopping_file(folder).unlink(missing_ok=True)
 
+    def check_results(self) -> None:
+        """Accept any earlier results, which training replaces."""
+
     def start(self, engine: Engine) -> None:
         """Load the encoder's weights, if another run has them."""
         if self.encoder is not None:

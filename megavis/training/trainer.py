@@ -146,6 +146,7 @@ class Trainer:
         config, context = self.config, self.context
         with permissions_needed():
             check_earlier_run(config)
+            context.on_main(self.task.check_results)
             found = newest_intact_checkpoint(config.folder, context)
             if found is not None:
                 check_same_origin(config, found[1], self.train_data, self.tokenizer)

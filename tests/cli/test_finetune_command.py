@@ -92,6 +92,21 @@ def test_resumed_linear_evaluation_in_bf16_has_the_same_statistics(config, tmp_p
     )
 
 
+def test_results_do_not_count_as_those_of_other_images(config, capsys, tmp_path, shard_folders):
+    words = [f"output={tmp_path}", "training.steps=1"]
+    assert main(["finetune", str(config), *words, "--device", "cpu"]) == 0
+    moved = shutil.copytree(shard_folders / "validation", tmp_path / "moved")
+    there = f"data.validation={moved}"
+    assert main(["finetune", str(config), *words, there, "--device", "cpu"]) == 0
+    capsys.readouterr()
+    kept = (tmp_path / "tuned" / "config.yaml").read_text()
+    other = shard_folders / "selection"
+    message = refused(capsys, config, *words, f"data.validation={other}")
+    assert f"data.validation: {other} holds other images than" in message
+    assert f"`megavis ensemble {tmp_path}/tuned --images {other}` classifies them" in message
+    assert (tmp_path / "tuned" / "config.yaml").read_text() == kept
+
+
 def test_extended_finetuning_replaces_its_results(config, capsys, tmp_path, monkeypatch):
     def finetune(steps):
         words = [f"output={tmp_path}", f"training.steps={steps}", "training.validate_every=10"]

@@ -217,6 +217,15 @@ class Manifest(_Strict):
             raise UserError(_explain(path, error)) from None
 
 
+def hold_other_samples(first: Path | str, second: Path | str) -> bool:
+    """Return whether two shard folders are known to differ: False if one cannot be read."""
+    try:
+        contents = [Manifest.read(folder).content for folder in (first, second)]
+    except UserError:
+        return False
+    return contents[0] != contents[1]
+
+
 def _explain(path: Path | str, error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])

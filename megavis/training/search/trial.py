@@ -15,7 +15,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
-from megavis.data.format.manifest import Manifest
+from megavis.data.format.manifest import hold_other_samples
 from megavis.grammar.same_run import check_same_run, first_difference
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import Callback
@@ -69,7 +69,7 @@ def _differences(before: RunConfig, config: RunConfig) -> Iterator[str]:
         if old != new:
             yield first_difference(key, old, new)
     for key, first, second in _image_folders(before, config):
-        if first != second and _hold_others(first, second):
+        if first != second and hold_other_samples(first, second):
             yield f"{key} {first}, which holds other images than {second}"
     crops = before.data.training_crops, config.data.training_crops
     if crops[0] != crops[1]:
@@ -82,15 +82,6 @@ def _image_folders(before: RunConfig, config: RunConfig) -> Iterator[tuple[str, 
         yield "data.validation", before.data.validation, config.data.validation
     for old, new in zip(before.data.train_sources, config.data.train_sources, strict=True):
         yield "data.train", old.path, new.path
-
-
-def _hold_others(*folders: str) -> bool:
-    """Return whether two folders are known to hold different samples."""
-    try:
-        first, second = (Manifest.read(folder).content for folder in folders)
-    except UserError:
-        return False
-    return first != second
 
 
 def train_trial(
