@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ from megavis.evaluation.images.results import (
     ReconstructionResult,
     SamplingOptions,
 )
+from megavis.grammar.paper import PaperConfig
+from megavis.grammar.words import Labels
 from megavis.model.autoencoder_losses import open_perceptual
 from megavis.notebook import Run
 from megavis.parallel.device import choose_device, set_arithmetic
@@ -197,6 +199,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     device, file = device_of(args), samples_of(args.samples)
     samples, train, real = NpzImages(file), ShardImages(args.train), ShardImages(args.images)
     names = _common_classes(train, real)
+    _check_generated_classes(args.samples, names, args.train)
     check_no_overlap(find_shards(str(args.images)), [find_shards(str(args.train))])
     images, labels = _labelled(train, device)
     classifier = fit_classifier(
@@ -221,6 +224,22 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     ).write(out)
     sys.stdout.write(f"{out}\n")
     return 0
+
+
+def _check_generated_classes(run: Path, names: Sequence[str], train: Path) -> None:
+    """Raise UserError if the images of a run are not of these classes in turn."""
+    if not (run / "config.yaml").exists():
+        return
+    config = load_run_config(run)
+    assert isinstance(config.objective, PaperConfig), "others generate no samples"
+    condition = config.objective.grammar(config).condition
+    if not isinstance(condition, Labels):
+        raise UserError(f"{run} generates images without a class, so none can be right")
+    if condition.num_classes != len(names):
+        raise UserError(
+            f"{run} generates images of {condition.num_classes} classes in turn, and {train} has"
+            f" {len(names)}: name shards of the same classes with --train and --images"
+        )
 
 
 def _common_classes(train: ShardImages, real: ShardImages) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """A small image classifier that measures class accuracy of conditional samples."""
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from image_shards import write_image_shards
 from PIL import Image
 from small_vqgan import write_untrained_run
+from tiny import tiny
 from torch.nn import functional as F
 
 from megavis.cli import main
@@ -154,3 +157,22 @@ def test_images_that_the_classifier_was_fitted_on_are_refused(folders, capsys):
     words = [f"--{option}={folders / 'train'}" for option in ("train", "images")]
     assert main(["evaluate", "classes", str(folders / "samples.npz"), *words]) == 2
     assert "cannot evaluate what was trained on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [
+        ("num_classes: 5", "generates images of 5 classes in turn, and .*train has 3"),
+        ("num_classes: 0", "generates images without a class"),
+    ],
+)
+def test_a_run_of_other_classes_is_refused(folders, tmp_path, capsys, objective, reason):
+    """Its images take turns among its own classes, not among those of the shards."""
+    run = tmp_path / "run"
+    (run / "samples").mkdir(parents=True)
+    keys = f"{{name: givt, latent_channels: 4, downsampling: 4, num_components: 3, {objective}}}"
+    (run / "config.yaml").write_text(tiny(keys, shards=tmp_path, data={"validation": None}))
+    shutil.copy(folders / "samples.npz", run / "samples")
+    words = ["--train", str(folders / "train"), "--images", str(folders / "real")]
+    assert main(["evaluate", "classes", str(run), *words, "--device", "cpu"]) == 2
+    assert re.search(reason, capsys.readouterr().err)
