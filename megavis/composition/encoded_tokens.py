@@ -169,7 +169,6 @@ class Latents(Vectors):
     """
 
     sample_type = torch.float16
-    dimension = "number of the VAE's latents"
     is_random = True
     """They are drawn from the VAE's posterior (section 3.1)."""
 
@@ -190,6 +189,8 @@ class Latents(Vectors):
         self.shape_keys = f"({key('channels')}, data.image_size / {key('patch_size')})"
         self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
         self.scale = scale
+        # The density of scaled latents is that of latents divided by the scale.
+        self.dimension = "number of the VAE's latents" + f" times {scale:g}" * (scale != 1)
         self.run_folder, self.beta, self.image_size = tokenizer, beta, image_size
         self.grid, self.width = (side, side // stacked), channels * stacked
         self.sample_shape = (2, *self.shape)

@@ -11,6 +11,7 @@ from shard_folder import with_classes
 import megavis
 from megavis.cli import main
 from megavis.commands.opening import job_closed
+from megavis.composition.encoded_tokens import Latents
 from megavis.data.loading.dataset import ShardDataset
 from megavis.training.provenance import read_commands
 
@@ -74,6 +75,16 @@ def test_likelihood_matches_the_density(run_folder, capsys):
     assert result["nats_per_image"] == pytest.approx(nats / NUM_IMAGES, rel=1e-5)
     assert (result["num_images"], result["dimensions_per_image"]) == (NUM_IMAGES, 64)
     assert "number of the VAE's latents; 64 per image, given the class" in printed
+
+
+@pytest.mark.parametrize(
+    ("scale", "dimension"), [(1.0, "latents"), (0.2325, "latents times 0.2325")]
+)
+def test_dimension_names_the_scale_of_latents(scale, dimension):
+    """A density of scaled latents is comparable only with that of others of the same scale."""
+    sizes = {"channels": 4, "side": 4, "stacked": 1, "seed": 0, "image_size": 16}
+    latents = Latents(scale=scale, tokenizer=None, beta=None, **sizes)
+    assert latents.dimension == f"number of the VAE's {dimension}"
 
 
 OTHERS = {
