@@ -47,7 +47,7 @@ def run_tasks(tasks: Iterable[Task], folder: Path, *, say: Callable[[str], None]
     newest = -1
     for task in tasks:
         last = _last_lines(folder).get(task.made)
-        is_old = last is not None and task.is_evaluation and last != (max(last[0], newest), str(task))
+        is_old = task.is_evaluation and last is not None and _is_of_other(task, last, newest)
         if is_old or not task.is_done(folder):
             if is_old:
                 (folder / task.done).unlink(missing_ok=True)
@@ -56,6 +56,12 @@ def run_tasks(tasks: Iterable[Task], folder: Path, *, say: Callable[[str], None]
             last = _last_lines(folder)[task.made]
         if last is not None and task.is_evaluated:
             newest = max(newest, last[0])
+
+
+def _is_of_other(task: Task, last: tuple[int, str], newest: int) -> bool:
+    """Return whether a result is of earlier weights or images, or of another command."""
+    number, command = last
+    return number < newest or command != str(task)
 
 
 def _last_lines(folder: Path) -> dict[str, tuple[int, str]]:
