@@ -224,6 +224,7 @@ def list_parquet(
     place: Path,
     *,
     split: str = "all",
+    held_out: bool = False,
     selection: ImageSelection | None = None,
     class_names: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
@@ -234,6 +235,8 @@ def list_parquet(
 
     Args:
         split: `all`, one after which files are named, or one to make by a hash of the names.
+        held_out: instead of `split`, files of test images, or else of validation images, if
+            there are others beside them.
         class_names: the numbering of another data set's classes.
         only: names of the classes to keep, which are numbered in order of their names.
         image_column: by default the only one with bytes.
@@ -245,7 +248,9 @@ def list_parquet(
     """
     found: dict[str, list[Path]] = {}
     for path in _files(place):
-        found.setdefault(split_of(path.name), []).append(path)
+        found.setdefault(_split_of(path.name), []).append(path)
+    if held_out and len(found.keys() - {""}) > 1:
+        split = next((name for name in (TEST, VALIDATION) if name in found), split)
     official, hashed = _of_split(found, split, place)
     paths = found.pop(official)
     selection = replace(selection or ImageSelection(), split=hashed)
@@ -255,15 +260,10 @@ def list_parquet(
     label, names = _label_column(schema, label_column, paths[0], known=class_names)
     for path, (each, _) in zip(paths, footers, strict=True):
         _check_alike(each, Columns(image, label), names, what=f"{path} and {paths[0].name}")
-    if only is not None:
-        if missing := sorted(set(only) - set(names)):
-            raise UserError(
-                f"--only-classes: {place} has no class {missing[0]!r}; it has"
-                f" {counted(len(names), 'class', 'classes')}, such as {', '.join(names[:3])}"
-            )
-        number = {name: label for label, name in enumerate(sorted(set(only)))}
-    else:
+    if only is None:
         number = number_classes(names, class_names, root=place)
+    else:
+        number = _numbers_of(only, names, place)
     description = f"{counted(len(paths), 'Parquet file')} of {printable(place.name)}"
     return ParquetSource(
         selection.describe(description),
@@ -278,6 +278,16 @@ def list_parquet(
         tuple(name for name in schema.names if name not in (image, label)),
         {name or "no split": len(files) for name, files in found.items()},
     )
+
+
+def _numbers_of(only: Sequence[str], names: Sequence[str], place: Path) -> dict[str, int]:
+    """Number the chosen ones of the classes `names`; raise UserError if one is not among them."""
+    if missing := sorted(set(only) - set(names)):
+        raise UserError(
+            f"--only-classes: {place} has no class {missing[0]!r}; it has"
+            f" {counted(len(names), 'class', 'classes')}, such as {', '.join(names[:3])}"
+        )
+    return {name: label for label, name in enumerate(sorted(set(only)))}
 
 
 def _check_alike(schema: Any, columns: Columns, names: Sequence[str], *, what: str) -> None:
@@ -326,12 +336,7 @@ def _of_split(found: Mapping[str, Sequence[Path]], split: str, place: Path) -> t
     raise UserError(f"--split {split}: {place} {have}")
 
 
-def official_splits(place: Path) -> list[str]:
-    """Return the splits after which the files are named. Raises UserError if there are no files."""
-    return sorted({split_of(path.name) for path in _files(place)} - {""})
-
-
-def split_of(name: str) -> str:
+def _split_of(name: str) -> str:
     """Return the split after which a file is named; empty if it is after none."""
     first = re.split(r"[^a-z]", name.lower())[0]
     return next((split for split, names in _SPLIT_NAMES.items() if first in names), "")

@@ -20,7 +20,7 @@ from data_tools.imagenet import (
 from data_tools.job_report import say
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
-from data_tools.parquet import ParquetSource, list_parquet, official_splits
+from data_tools.parquet import ParquetSource, list_parquet
 from data_tools.parquet import notes as notes_on_parquet
 from data_tools.selection import (
     DEFAULT_SHARE,
@@ -290,9 +290,7 @@ def open_unlabelled(place: Path) -> ImageSource:
     if layout == "webdataset":
         return list_tars(place, selection=ImageSelection())
     if layout == "parquet":
-        official = official_splits(place)
-        part = next((each for each in (TEST, VALIDATION) if each in official), "all")
-        return list_parquet(place, split=part if len(official) > 1 else "all")
+        return list_parquet(place, held_out=True)
     if layout == "imagenet-validation":
         return flat_files(place)
     return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))

@@ -87,6 +87,15 @@ def test_images_and_labels_of_a_hub_folder(hub, capsys):
     assert len(pictures(open_unlabelled(hub))[0]) == 2
 
 
+def test_files_of_unlabelled_images_are_looked_at_once(hub, monkeypatch):
+    looked, really = [], reading.size_and_fault
+    monkeypatch.setattr(
+        reading, "size_and_fault", lambda path: looked.append(path.name) or really(path)
+    )
+    open_unlabelled(hub)
+    assert sorted(looked) == sorted(path.name for path in hub.iterdir())
+
+
 def test_shards_are_those_of_webdataset_tars(hub, tmp_path):
     """Each file becomes a shard, with the payloads of a tar of the same images."""
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
