@@ -100,20 +100,24 @@ def open_shards(opened: Run, folder: str, *, own_classes: bool = True) -> ShardD
     """
     data = opened.config.data
     # Use the run's own copy: the config's file may be gone.
-    palette = opened.palette if data.palette else None
+    palette, transform = opened.palette if data.palette else None, evaluation_transform(data)
     try:
         dataset = ShardDataset(
             folder,
-            evaluation_transform(data),
+            transform,
             cache=data.cache,
             cache_limit=data.cache_limit,
             palette=palette,
         )
     except UserError as error:
-        # A key of the run's config, which commands do not take.
-        text, key, _ = str(error).partition("; set data.crop")
-        fitting = f"; this run reads images stored at {data.image_size}x{data.image_size} pixels"
-        raise UserError(text + fitting * bool(key)) from None
+        if error.remedy is None:
+            raise
+        # The remedy is a key of the run's config, which commands do not take.
+        size = f"{data.image_size}x{data.image_size}"
+        form = f"that it crops to {size} pixels, such as JPEG files"
+        if transform.crop == "none":
+            form = f"stored at {size} pixels"
+        raise UserError(f"{error.fault}; this run reads images {form}") from None
     for complaint in opened.objective.check_data(dataset.manifest):
         raise UserError(f"{folder} {complaint}")
     if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:

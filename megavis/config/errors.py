@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 CORRUPTION_EXIT_CODE = 71
 """`sysexits.h` calls it EX_OSERR, an error of the system below."""
@@ -16,15 +17,38 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a spent quota, or a file that is larger than the limit."""
 
 
+@dataclass(frozen=True)
+class Remedy:
+    """What to change in a config, in the words `set KEY to VALUE`.
+
+    Code that does not know how its caller names the key, or whether it can be changed, raises a
+    `UserError` with a remedy, and the caller may replace it.
+
+    Attributes:
+        key: such as `data.crop`.
+        value: what would be right.
+    """
+
+    key: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"set {self.key} to {self.value}"
+
+
 class UserError(ValueError):
     """A user's mistake: the command line prints one message and exits with code 2.
 
     Attributes:
         issues: what is wrong, each with the config key to blame, such as `data.train`, or None. The
             command line adds the file and line of a key.
+        fault: what is wrong, without the key to blame and the remedy.
+        remedy: the end of the message, if it is about another key.
     """
 
-    def __init__(self, text: str, *, key: str | None = None) -> None:
+    def __init__(self, text: str, *, key: str | None = None, remedy: Remedy | None = None) -> None:
+        self.fault, self.remedy = text, remedy
+        text = text if remedy is None else f"{text}; {remedy}"
         super().__init__(text if key is None else f"{key}: {text}")
         self.issues: tuple[tuple[str | None, str], ...] = ((key, text),)
 

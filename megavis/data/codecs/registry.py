@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megavis.config.errors import UserError
+from megavis.config.errors import Remedy, UserError
 from megavis.data.codecs.codec import (
     Codec,
     IdsCodec,
@@ -97,13 +97,15 @@ def _jpeg(
     as_stored = transform is not None and transform.crop in _WHOLE
     if transform is None or (as_stored and transform.image_size != stored):
         wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
-        crops = "set data.crop to random_resized, inception, scaled, jittered, window or center"
+        crops = "random_resized, inception, scaled, jittered, window or center"
         if stored is not None:
-            raise UserError(f"holds images of {stored}x{stored} pixels{wanted}; {crops}")
-        raise UserError(
-            f"holds images of any size{wanted}; {crops}, or write the shards again with"
-            " `data_tools jpeg --size`, which keeps JPEG files of that size unchanged"
+            fault = f"holds images of {stored}x{stored} pixels{wanted}"
+            raise UserError(fault, remedy=_crop(crops))
+        again = (
+            ", or write the shards again with `data_tools jpeg --size`, which keeps JPEG files of"
+            " that size unchanged"
         )
+        raise UserError(f"holds images of any size{wanted}", remedy=_crop(crops + again))
     return JpegCodec(transform, palette=palette)
 
 
@@ -122,8 +124,8 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
     if transform.crop in _WHOLE and transform.image_size != manifest.image_size:
         stored, wanted = manifest.image_size, transform.image_size
         raise UserError(
-            f"holds images of {stored}x{stored} pixels, not {wanted}x{wanted}; set data.crop to"
-            " window for smaller crops"
+            f"holds images of {stored}x{stored} pixels, not {wanted}x{wanted}",
+            remedy=_crop("window for smaller crops"),
         )
     return PairsCodec(transform)
 
@@ -133,15 +135,15 @@ def _instances(transform: Transform | None) -> Codec:
     from megavis.data.codecs.instances import InstancesCodec, require_dense
 
     require_dense("a folder of images with objects")
-    wanted = "set data.crop to jittered, or to center, which resizes and pads whole images here"
+    remedy = _crop("jittered, or to center, which resizes and pads whole images here")
+    held = "holds images of many sizes with objects"
     if transform is None:
-        raise UserError(f"holds images of many sizes with objects; {wanted}")
+        raise UserError(held, remedy=remedy)
     _require_no_augmentation(
         "objects, which must fit their images", replace(transform, colors=None)
     )
     if transform.crop not in (*_PADDED, "center", "whole"):
-        text = f"holds images of many sizes with objects, which data.crop {transform.crop}"
-        raise UserError(f"{text} does not fit; {wanted}")
+        raise UserError(f"{held}, which the crop {transform.crop} does not fit", remedy=remedy)
     if transform.image_size % 8:
         raise UserError(
             f"holds objects, whose masks need a data.image_size that is a multiple of 8, not"
@@ -156,20 +158,23 @@ def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     from megavis.data.codecs.jpeg import PairsCodec
 
     assert target.kind != "instances"
-    wanted = (
-        "set data.crop to inception, random_resized or jittered, or to center, which resizes whole"
-        " images here"
+    remedy = _crop(
+        "inception, random_resized or jittered, or to center, which resizes whole images here"
     )
+    held = f"holds {target.kind} maps of many sizes"
     if transform is None:
-        raise UserError(f"holds {target.kind} maps of many sizes; {wanted}")
+        raise UserError(held, remedy=remedy)
     shown = transform if target.kind == "depth" else replace(transform, colors=None)
     _require_no_augmentation(f"{target.kind} maps, which must fit their images", shown)
     if transform.crop not in (*_WINDOWS, *_PADDED, "center", "whole"):
-        text = f"holds {target.kind} maps of many sizes, which data.crop {transform.crop}"
-        raise UserError(f"{text} does not fit; {wanted}")
+        raise UserError(f"{held}, which the crop {transform.crop} does not fit", remedy=remedy)
     crop: CropKind = transform.crop if transform.crop in (*_WINDOWS, *_PADDED) else "whole"
     changed = replace(transform, crop=crop, smoothing="bilinear")
     return PairsCodec(changed, target=target.kind)
+
+
+def _crop(value: str) -> Remedy:
+    return Remedy("data.crop", value)
 
 
 def _require_no_augmentation(held: str, transform: Transform) -> None:
@@ -186,8 +191,8 @@ def _require_crop_of_stored_pixels(manifest: Manifest, transform: Transform) -> 
     side, size = manifest.image_size or 0, transform.image_size
     if transform.crop in (*_WINDOWS, "scaled", "center", "scaled_center"):
         raise UserError(
-            f"holds {manifest.kind} shards, which cannot be resized: set data.crop to none,"
-            " shifted or window, or crop when they are made"
+            f"holds {manifest.kind} shards, which cannot be resized",
+            remedy=_crop("none, shifted or window, or crop when they are made"),
         )
     if transform.crop not in _WHOLE and side < size:
         raise UserError(
@@ -201,8 +206,8 @@ def _require_as_stored(manifest: Manifest, transform: Transform | None, *, may_f
     _require_no_augmentation(f"{manifest.kind} shards, {_FIXED}", transform)
     if transform.crop != "none":
         raise UserError(
-            f"holds {manifest.kind} shards, which cannot be cropped: set data.crop to none, or"
-            " crop when they are made"
+            f"holds {manifest.kind} shards, which cannot be cropped",
+            remedy=_crop("none, or crop when they are made"),
         )
     if transform.flip and not may_flip:
         raise UserError(

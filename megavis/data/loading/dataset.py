@@ -84,7 +84,7 @@ class ShardDataset:
         try:
             self.codec = codec_of(self.manifest, transform, palette=palette)
         except UserError as error:
-            raise UserError(f"{self.directory} {error}") from None
+            raise UserError(f"{self.directory} {error.fault}", remedy=error.remedy) from None
         self.class_names = self.manifest.class_names
         self._skipped: Counter[str] = Counter()
         self._skipped_names: dict[str, None] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megavis.config.errors import UserError, blame, counted
@@ -93,10 +93,16 @@ class ShardOpener:
             check_numbering(dataset.directory, found, trained, may_lack_last=True, key=key)
         return dataset
 
-    def folder(self, key: str, path: str, transform: Transform) -> ShardDataset:
-        """Open a shard folder that `key` names; raise UserError if the model cannot read it."""
-        try:
-            with blame(key):
+    def folder(
+        self, key: str, path: str, transform: Transform, *, crop_key: str = "data.crop"
+    ) -> ShardDataset:
+        """Open a shard folder that `key` names; raise UserError if the model cannot read it.
+
+        Args:
+            crop_key: the key of the transform's crop.
+        """
+        with blame(key):
+            try:
                 dataset = ShardDataset(
                     path,
                     transform,
@@ -105,12 +111,16 @@ class ShardOpener:
                     palette=self.palette,
                     window_shards=self.config.data.window_shards,
                 )
-        except UserError as error:
-            if self.palette is None and Path(path, MANIFEST_NAME).exists():
-                # Shards of a wrong kind need no advice on their size.
-                unfit = self._complaints(key, path, Manifest.read(path))
-                raise UserError.of(unfit or error.issues) from None
-            raise
+            except UserError as error:
+                unfit = []
+                if self.palette is None and Path(path, MANIFEST_NAME).exists():
+                    unfit = self._complaints(key, path, Manifest.read(path))
+                if unfit:  # Shards of a wrong kind need no advice on their size.
+                    raise UserError.of(unfit) from None
+                if error.remedy is None:
+                    raise
+                remedy = replace(error.remedy, key=crop_key)
+                raise UserError(error.fault, remedy=remedy) from None
         what = f"{path}, read with data.palette," if self.palette else path
         complaints = self._complaints(key, what, dataset.manifest)
         missing = dataset.num_unlabelled if self.needs_labels else 0
@@ -130,12 +140,5 @@ class ShardOpener:
         data = self.config.data
         source, where = data.train_sources[place], f"data.train.{place}"
         transform = training_transform(data, seed=self.config.seed, crop=source.crop)
-        try:
-            return self.folder(f"{where}.path", source.path, transform)
-        except UserError as error:
-            if source.crop is None:
-                raise
-            # Blame the key with this folder's crop.
-            raise UserError.of(
-                (key, text.replace("data.crop", f"{where}.crop")) for key, text in error.issues
-            ) from error
+        crop_key = "data.crop" if source.crop is None else f"{where}.crop"
+        return self.folder(f"{where}.path", source.path, transform, crop_key=crop_key)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megavis.config.errors import UserError
+from megavis.config.errors import Remedy, UserError
 from megavis.data.codecs.codec import PaletteLike
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
@@ -69,7 +69,9 @@ class ShardDecoder:
         try:
             self._codec = codec_of(self.manifest, transform, palette=palette)
         except UserError as error:
-            raise UserError(f"{directory} {error}") from None
+            # There is no config here, and only crops that draw nothing.
+            remedy = error.remedy and Remedy("transform", "one whose crop is center or whole")
+            raise UserError(f"{directory} {error.fault}", remedy=remedy) from None
         self._key = f".{SUFFIXES[self.manifest.kind]}"
         self._shards = {shard.name: shard for shard in self.manifest.shards}
         self._labels: tuple[str, dict[str, int]] = ("", {})

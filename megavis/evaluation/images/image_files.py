@@ -25,7 +25,7 @@ from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.folders import has_image_suffix, holds_manifest, walk_files
-from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
+from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
@@ -145,7 +145,7 @@ class ShardImages:
 
     def __init__(self, path: Path, image_size: int | None = None) -> None:
         self.path, self.sha256 = path, sha256_of_file(path / MANIFEST_NAME)
-        manifest = ShardDataset(path).manifest
+        manifest = Manifest.read(path)
         self._palette: Palette | None = None
         transform = None
         if manifest.kind == "palette":

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from megavis.config.errors import UserError, blame
+from megavis.config.errors import Remedy, UserError, blame
 from megavis.config.yaml_tree import ConfigSource
 
 SOURCE = ConfigSource("run.yaml", {"data": ("run.yaml", 3), "data.train": ("base.yaml", 7)})
@@ -37,10 +37,22 @@ def test_blame_keeps_the_keys_that_are_named():
     )
 
 
+UNFIT = UserError("holds 0", key="data.train", remedy=Remedy("data.crop", "none"))
+
+
+def test_a_remedy_is_the_end_of_a_message_and_a_part_of_the_error():
+    assert str(UNFIT) == "data.train: holds 0; set data.crop to none"
+    assert UNFIT.issues == (("data.train", "holds 0; set data.crop to none"),)
+    assert (UNFIT.fault, UNFIT.remedy) == ("holds 0", Remedy("data.crop", "none"))
+    with pytest.raises(UserError) as caught, blame("data.validation"):
+        raise UserError("holds 0", remedy=UNFIT.remedy)
+    assert str(SOURCE.located(caught.value)).endswith("holds 0; set data.crop to none")
+
+
 @pytest.mark.parametrize(
-    "error", [UserError("no GPU"), UserError("0", key="seed"), UserError.of(BOTH)]
+    "error", [UserError("no GPU"), UserError("0", key="seed"), UNFIT, UserError.of(BOTH)]
 )
 def test_errors_reach_other_processes_whole(error):
     """The main process sends what it raised to the others."""
     received = pickle.loads(pickle.dumps(error))
-    assert (str(received), received.issues) == (str(error), error.issues)
+    assert (str(received), vars(received)) == (str(error), vars(error))

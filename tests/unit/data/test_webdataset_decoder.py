@@ -201,7 +201,7 @@ def test_messages_of_a_wrong_folder_shard_or_index(tmp_path):
     with pytest.raises(UserError, match="manifest.json is missing"):
         ShardDecoder(tmp_path)
     originals(tmp_path)
-    with pytest.raises(UserError, match=f"^{tmp_path} holds images of any size; set data.crop"):
+    with pytest.raises(UserError, match=f"^{tmp_path} holds images of any size; set transform"):
         ShardDecoder(tmp_path)
     decoder = ShardDecoder(tmp_path, CENTER)
     with pytest.raises(UserError, match=f"^other.tar is not a shard of {tmp_path}"):

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from image_files import encoded
 from inception_weights import random_images
 from PIL import Image
+from written_shards import write_payloads
 
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
@@ -70,6 +72,14 @@ def test_read_jpeg_and_palette_shards(shards, image_shards):
     assert np.array_equal(found.reshape(colours.shape), colours)
     with pytest.raises(UserError, match="ids of images of 8², as they are"):
         open_images(shards / "validation", image_size=16)
+
+
+def test_jpeg_shards_of_many_sizes_are_cropped_to_one(tmp_path):
+    images = [encoded(image[:height]) for image, height in zip(IMAGES, (20, 16), strict=False)]
+    write_payloads(tmp_path, images, suffix="jpg", kind="jpeg", image_size=None)
+    with pytest.raises(UserError, match="several sizes; give --image-size"):
+        open_images(tmp_path)
+    assert all_of(open_images(tmp_path, image_size=8)).shape == (2, 8, 8, 3)
 
 
 def test_sources_without_images_raise(tmp_path):
