@@ -36,6 +36,7 @@ from megavis.config.errors import (
     UserError,
     permissions_needed,
 )
+from megavis.config.places import refusal
 from megavis.parallel.launch import read_launch
 
 _REFUSED = (*NOT_ALLOWED, *NO_ROOM)
@@ -259,9 +260,10 @@ def _require_writable_run(parsed: argparse.Namespace) -> None:
             f"{folder} is an exported folder, and results in it would be shared with it; make a"
             f" run of it with `megavis import huggingface {folder} runs/NAME`"
         )
-    if not goes_elsewhere and not os.access(folder, os.W_OK):
+    if not goes_elsewhere and (why := refusal(folder)):
         way = "name another place with --out" if hasattr(parsed, "out") else "copy the run"
-        raise UserError(f"{folder} is read-only, and the results go there; {way}")
+        text = f"{folder}: nothing can be written there ({why}), and the results go there"
+        raise UserError(f"{text}; {way}")
 
 
 def _is_exported(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from megavis.checkpoint.format.tensor_files import save_tensors
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state import save as conversion
 from megavis.commands.opening import job_closed, open_run
-from megavis.config.errors import NO_ROOM, UserError
+from megavis.config.errors import UserError, room_needed
 from megavis.config.load import (
     dump_config,
     load_config,
@@ -147,7 +147,7 @@ def convert(args: argparse.Namespace) -> int:
     source = step_folder(args.run_folder, chosen_step(args.run_folder, args.step))
     contents, is_new = _run_files(args.run_folder, args.target), not args.target.exists()
     try:
-        with _room_needed(args.target):
+        with room_needed(args.target):
             written = conversion.convert(
                 source, args.target, tensor_size=args.tensor, data_size=args.data
             )
@@ -177,7 +177,7 @@ def _run_files(run_folder: Path, target: Path) -> dict[str, bytes]:
 def import_run(args: argparse.Namespace) -> int:
     """Write a run; delete it if it could not be completed."""
     try:
-        with _room_needed(args.run_folder):
+        with room_needed(args.run_folder):
             if args.form == "huggingface" and _model_type(args.source) == "megavis":
                 import_own(args.source, args.run_folder)
                 sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
@@ -230,7 +230,7 @@ def _import(args: argparse.Namespace, form: ImportSpec) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Export; the output appears only when it is complete and agrees with the run."""
-    with job_closed(), _room_needed(args.out):
+    with job_closed(), room_needed(args.out):
         opened = open_run(args.run_folder, step=args.step, device="cpu")
         if args.to == "safetensors":
             weights = read_weights(step_folder(opened.folder, opened.step))
@@ -250,17 +250,6 @@ def export(args: argparse.Namespace) -> int:
             " input\n"
         )
     return 0
-
-
-@contextlib.contextmanager
-def _room_needed(target: Path) -> Iterator[None]:
-    """Raise UserError, which names the target, if the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise UserError(f"{target}: {error.strerror}; the result was discarded") from error
 
 
 @contextlib.contextmanager

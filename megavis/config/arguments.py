@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megavis.config.errors import UserError
+from megavis.config.places import check_file, check_place
 
 _HELP_COLUMN = 28
 
@@ -75,13 +76,23 @@ def output_file(text: str) -> Path:
     Raises argparse.ArgumentTypeError if it cannot be written there.
     """
     path = path_of(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
-    folder = next(each for each in path.absolute().parents if each.exists())
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} would lie in {folder}, which is not a folder")
-    if not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{folder} is read-only; name a file in another folder")
+    try:
+        check_file(path)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """Parse the path of a folder to write files in, which is created if it does not exist.
+
+    Raises argparse.ArgumentTypeError if nothing can be written there.
+    """
+    path = path_of(text)
+    try:
+        check_place(path / "file")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return path
 
 
@@ -150,6 +161,7 @@ class HelpFormatter(argparse.HelpFormatter):
         float: "X",
         Path: "PATH",
         output_file: "PATH",
+        output_folder: "PATH",
         file_stem: "NAME",
     }
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 CORRUPTION_EXIT_CODE = 71
 """`sysexits.h` calls it EX_OSERR, an error of the system below."""
@@ -74,19 +75,31 @@ def blame(key: str) -> Iterator[None]:
         raise UserError.of((found or key, text) for found, text in error.issues) from error
 
 
-@contextlib.contextmanager
-def permissions_needed(what: str | None = None) -> Iterator[None]:
+def permissions_needed(what: str | None = None) -> contextlib.AbstractContextManager[None]:
     """Raise UserError if the block lacks a permission, so that no launcher tries again.
 
     For work before the first step: a disk that turns read-only later is not a user's mistake. If
     `what` is given, the message names it instead of the file.
     """
+    return _blame_place(NOT_ALLOWED, what, "")
+
+
+def room_needed(what: Path) -> contextlib.AbstractContextManager[None]:
+    """Raise UserError, which names what is written, if the disk of a block's results is full.
+
+    For work that leaves no part of a result behind.
+    """
+    return _blame_place(NO_ROOM, str(what), "; the result was discarded")
+
+
+@contextlib.contextmanager
+def _blame_place(numbers: Sequence[int], what: str | None, ending: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in NOT_ALLOWED:
+        if error.errno not in numbers:
             raise
-        raise UserError(f"{what or error.filename}: {error.strerror}") from error
+        raise UserError(f"{what or error.filename}: {error.strerror}{ending}") from error
 
 
 class CorruptionError(RuntimeError):

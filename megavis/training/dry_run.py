@@ -6,7 +6,6 @@ layers are on the meta device. Data, disk and checkpoints are checked in place.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megavis.checkpoint.format.manifest import read_manifest
 from megavis.composition.trainable import Trainable
 from megavis.config.checks import require_world
 from megavis.config.errors import UserError, counted
+from megavis.config.places import nearest_folder, refusal
 from megavis.config.schema import RunConfig
 from megavis.data.loading.blended_dataset import BlendedDataset
 from megavis.data.loading.needs import data_needs, needs_lines
@@ -171,16 +171,15 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
     # With rollbacks, regular checkpoints are kept besides as many newest ones, which may differ.
     last = keep.keep_last * (2 if config.training.max_rollbacks else 1)
     count = last + 1 + steps // every + len(others)
-    folder = config.folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest_folder(config.folder / "checkpoints")
     free = shutil.disk_usage(folder).free
     text = (
         f"{count} checkpoints of {size / 1e9:.1f} GB take {count * size / 1e9:.1f} GB;"
         f" {free / 1e9:.1f} GB are free in {folder}"
     )
-    if not os.access(folder, os.W_OK):
-        return DryRunCheck("disk", False, f"{folder} is read-only; name another folder as output")
+    if why := refusal(folder):
+        text = f"{folder}: nothing can be written there ({why}); name another folder as output"
+        return DryRunCheck("disk", False, text)
     if count * size <= free:
         return DryRunCheck("disk", True, text)
     return DryRunCheck("disk", False, f"{text}; lower checkpoint.keep_last, raise keep_every")

@@ -20,6 +20,9 @@ WRITERS = [
 
 @pytest.mark.parametrize("words", WRITERS, ids=lambda words: words[0])
 def test_results_need_a_folder(tmp_path, capsys, words):
+    assert main([*words, "/proc/result"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {words[-1]}: /proc/result: nothing can be written there")
     missing = tmp_path / "mistyped" / "result"
     assert main([*words, str(missing)]) == 2
     assert capsys.readouterr().err == (
@@ -34,6 +37,8 @@ CREATORS = [
     (main, ["sample", "runs/none", "--npz"]),
     (main, ["probe", "runs/none", "--out"]),
     (main, ["likelihood", "runs/none", "--out"]),
+    (main, ["evaluate", "segmentation", "runs/none", "--out"]),
+    (main, ["evaluate", "detection", "runs/none", "--out"]),
     (main, ["report", "runs/none", "--html"]),
     (main, ["evaluate", "samples", "x.npz", "--reference", "y.npz", "--out"]),
     (main, ["evaluate", "statistics", "images", "--out"]),
@@ -76,7 +81,7 @@ def test_shards_need_a_name_that_disks_take(tmp_path, capsys, monkeypatch, words
 @pytest.mark.parametrize(
     ("program", "words"), CREATORS, ids=[" ".join(words) for _, words in CREATORS]
 )
-def test_results_need_a_writable_path(tmp_path, capsys, monkeypatch, program, words):
+def test_results_need_a_writable_path(tmp_path, capsys, program, words):
     def error_with(path):
         assert program([*words, str(path)]) == 2
         return capsys.readouterr().err
@@ -84,9 +89,12 @@ def test_results_need_a_writable_path(tmp_path, capsys, monkeypatch, program, wo
     assert f"{words[-1]}: {tmp_path} is a folder; name a file;" in error_with(tmp_path)
     (tmp_path / "file").touch()
     assert "which is not a folder" in error_with(tmp_path / "file" / "result")
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    assert f"{tmp_path} is read-only" in error_with(tmp_path / "new" / "result")
-    assert not (tmp_path / "new").exists()
+    # The root user has every right in /proc, and can write nothing.
+    message = "/proc/new/result: nothing can be written there (No such file or directory); choose"
+    assert message in error_with("/proc/new/result")
+    long = tmp_path / "new" / ("o" * 300)
+    assert f"{long}: nothing can be written there (File name too long)" in error_with(long)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -98,11 +106,11 @@ def test_results_need_a_writable_path(tmp_path, capsys, monkeypatch, program, wo
         (["features", "--clear"], "copy the run"),
     ],
 )
-def test_results_need_a_writable_run(tmp_path, capsys, monkeypatch, words, way):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    assert main([*words, str(tmp_path)]) == 2
+def test_results_need_a_writable_run(capsys, words, way):
+    assert main([*words, "/proc"]) == 2
     assert capsys.readouterr().err == (
-        f"error: {tmp_path} is read-only, and the results go there; {way}\n"
+        "error: /proc: nothing can be written there (No such file or directory), and the results"
+        f" go there; {way}\n"
     )
 
 

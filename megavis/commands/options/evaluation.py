@@ -23,7 +23,7 @@ from megavis.commands.options.shared import (
     refuse_options,
     require_writable,
 )
-from megavis.config.arguments import file_stem, non_negative, output_file, positive
+from megavis.config.arguments import file_stem, non_negative, output_file, output_folder, positive
 from megavis.config.papers import FigureSpec, paper_figures
 
 
@@ -111,7 +111,7 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_feature_arguments(parser)
     add_layout_argument(parser)
-    parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
+    parser.add_argument("--out", type=output_folder, help="folder; default: RUN/evaluation")
     parser.set_defaults(run="probe:probe_data_sets")
 
 

@@ -306,7 +306,7 @@ def _add_segmentation(verbs: Any) -> None:
         metavar="PIXELS",
         help="between windows; default: two thirds of their side (341 of 512)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the result")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="where to write the result")
     add_precision(parser)
     add_layout_argument(parser)
     parser.set_defaults(run="segmentation:evaluate")
@@ -327,7 +327,7 @@ def _add_detection(verbs: Any) -> None:
     parser.add_argument(
         "--batch-size", type=positive, default=4, help="images per batch; default: 4"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the result")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="where to write the result")
     add_precision(parser)
     add_layout_argument(parser)
     parser.set_defaults(run="detection:evaluate")

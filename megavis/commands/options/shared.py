@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from megavis.config.arguments import (
     positive,
 )
 from megavis.config.errors import UserError
+from megavis.config.places import check_file, check_place
 
 
 def add_config(
@@ -57,30 +56,21 @@ def require_run_name(folder: Path) -> None:
 
 def require_new(path: Path) -> None:
     """Raise UserError unless a new file or folder can be created at `path`; creates nothing."""
-    try:
-        if path.exists():
-            raise UserError(f"{path} exists; choose another name")
-        above = next(each for each in path.absolute().parents if each.exists())
-        if not above.is_dir():
-            raise UserError(f"{path} would lie in {above}, which is not a folder")
-        # Try it: access rights say nothing of /proc, and the root user has them everywhere.
-        tempfile.TemporaryDirectory(dir=above).cleanup()
-    except OSError as error:
-        raise UserError(
-            f"{path}: nothing can be written there ({error.strerror}); choose another place"
-        ) from None
+    check_place(path)
+    if path.exists():
+        raise UserError(f"{path} exists; choose another name")
 
 
 def require_writable(path: Path | None, option: str) -> None:
     """Raise UserError unless the results of `option`, if it was given, can be written to `path`."""
     if path is None:
         return
-    if path.is_dir():
-        raise UserError(f"{option}: {path} is a folder; name a file")
     if not path.parent.is_dir():
         raise UserError(f"{option}: there is no folder {path.parent}; create it, or name another")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{option}: {path.parent} is read-only; name a file in another folder")
+    try:
+        check_file(path)
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from None
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
