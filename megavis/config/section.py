@@ -65,6 +65,9 @@ class Section(BaseModel):
     )
     sampling_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys that affect only sampling, neither weights nor losses."""
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of words that features, and fine-tuning without the paper's own loss, do not depend on.
+    """
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -24,6 +24,8 @@ from megavis.grammar.words import (
 
 class Words(Section):
     """The choices that define a paper."""
+
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"density", "weights"})
 
     reads: Annotated[AnyTokens, Field(discriminator="kind")]
     """Input tokens."""

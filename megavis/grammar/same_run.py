@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.config.schema import RunConfig
+from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.config.section import ROTARY, PositionKind, Section, interpolation
-from megavis.grammar.compose import ComposeConfig, in_same_words
+from megavis.grammar.compose import ComposeConfig, in_same_words, own_model
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.paper import PaperConfig
+from megavis.grammar.words.schedules import ScheduleWord
 
 _MAY_DIFFER = re.compile(
     "positions|position_scale|anneal|features|feature_order|drop_path|.*dropout|tokens_decay|loss_average"
@@ -165,8 +166,9 @@ def first_difference(key: str, old: Any, new: Any) -> str:
 def source_differences(source: RunConfig, config: RunConfig) -> Iterator[str]:
     """Yield differences from a run whose weights a fine-tuning run starts from."""
     source, config = map(_with_mlp_size, in_same_words(source, config))
-    for section in ("objective", "model"):
-        yield from _other_keys(getattr(source, section), getattr(config, section), section)
+    objective = _with_own_pretraining(source, config)
+    yield from _other_keys(objective, config.objective, "objective")
+    yield from _other_keys(source.model, config.model, "model")
     if source.data.normalize_frames != config.data.normalize_frames:
         yield (
             f"was trained with data.normalize_frames {str(source.data.normalize_frames).lower()},"
@@ -183,6 +185,45 @@ def source_differences(source: RunConfig, config: RunConfig) -> Iterator[str]:
         )
 
 
+def _with_own_pretraining(source: RunConfig, config: RunConfig) -> ObjectiveConfig:
+    """Return the objective of a source, with the keys of a config that its features do not read."""
+    there, here = source.objective, config.objective
+    is_joint = config.finetune is not None and config.finetune.generative_weight > 0
+    if not isinstance(there, PaperConfig) or not isinstance(here, type(there)):
+        return there
+    if is_joint or own_model(here.name):
+        return there
+    read = _read_by_features(source, there)
+    if _read_by_features(source, here) == read:
+        return here
+    for key in type(here).model_fields:
+        changed = there.model_copy(update={key: getattr(here, key)})
+        if _read_by_features(source, changed) == read:
+            there = changed
+    return there
+
+
+def _read_by_features(run: RunConfig, objective: PaperConfig) -> dict[str, Any] | None:
+    """Return the words of a run with another objective that its features depend on.
+
+    None if its keys do not fit each other, and have no words.
+    """
+    changed = run.model_copy(update={"objective": objective})
+    if next(objective.check(changed), None) is not None:
+        return None
+    grammar = objective.grammar(changed)
+
+    def kept(word: Section) -> dict[str, Any]:
+        draws = isinstance(word, ScheduleWord) and word.draws_features
+        dropped = () if draws else word.pretraining_keys
+        parts = {key: getattr(word, key) for key in type(word).model_fields if key not in dropped}
+        return {
+            key: kept(part) if isinstance(part, Section) else part for key, part in parts.items()
+        }
+
+    return kept(grammar)
+
+
 def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
     """Compare two sections, key by key; a key that only one kind of section has counts as null."""
     for key in {**type(source).model_fields, **type(config).model_fields}:
@@ -193,8 +234,8 @@ def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
             yield from _other_keys(there, here, f"{name}.{key}")
         else:
             yield (
-                f"was trained with {name}.{key} {there}, and this config has {here}; fine-tuning"
-                " keeps the architecture"
+                f"was trained with {name}.{key} {_shown(there)}, and this config has"
+                f" {_shown(here)}; fine-tuning keeps the architecture"
             )
 
 

@@ -308,8 +308,12 @@ def diffusion_config(request, image_shards, tmp_path_factory):
 def test_sampling_options_may_differ_from_the_source(diffusion_config, capsys, tmp_path):
     path, section = diffusion_config
     words = [f"{section}.sampling_temperature=0.7", f"{section}.sampling_steps=5"]
-    message = refused(capsys, path, *words, f"{section}.noise_b=2.0")
+    message = refused(
+        capsys, path, *words, "finetune.generative_weight=1", f"{section}.noise_b=2.0"
+    )
     assert f"was trained with {section}.noise_b 1.0, and this config has 2.0" in message
+    # Without the paper's own loss, no noise is drawn.
+    words.append(f"{section}.noise_b=2.0")
     words.append(f"output={tmp_path}")
     assert main(["finetune", str(path), "--device", "cpu", *words]) == 0, capsys.readouterr().err
 

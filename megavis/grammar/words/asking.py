@@ -249,6 +249,7 @@ class InContext(AskWord):
     """One row per token, which predicts that token's position; all attend to the context."""
 
     schedules: ClassVar[tuple[str, ...]] = ("context",)
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"given_ratio"})
 
     kind: Literal["in_context"] = "in_context"
     given_ratio: Fraction = 0.0
@@ -277,6 +278,7 @@ class Visible(AskWord):
     schedules: ClassVar[tuple[str, ...]] = ("context", "rounds")
     predicts_context: ClassVar[bool] = False
     holds_hidden: ClassVar[bool] = False
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"decoder"})
 
     kind: Literal["visible"] = "visible"
     decoder: DecoderConfig = DecoderConfig()

@@ -146,6 +146,7 @@ class Masked(ScheduleWord):
     """Hide random tokens, and predict them from the others."""
 
     generates: ClassVar[bool] = False
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"mask_ratio", "count", "shape"})
 
     kind: Literal["masked"] = "masked"
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
@@ -168,6 +169,8 @@ class Masked(ScheduleWord):
 
 class Rounds(ScheduleWord):
     """Hide a share of the tokens drawn for each image, and generate in rounds, as in MaskGIT."""
+
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"least_masking", "masking_deviation"})
 
     kind: Literal["rounds"] = "rounds"
     chosen: Literal["confidence", "order"] = "confidence"
@@ -243,6 +246,7 @@ class Context(ScheduleWord):
     """All tokens attend to a random share of the tokens, the context."""
 
     generates: ClassVar[bool] = False
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"mask_ratio", "shape"})
 
     kind: Literal["context"] = "context"
     mask_ratio: Fraction = 0.75
