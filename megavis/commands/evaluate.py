@@ -22,6 +22,7 @@ from megavis.commands.opening import first_images, job_closed, open_held_out, op
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.config.errors import UserError
 from megavis.config.load import exported_names, load_run_config
+from megavis.config.places import check_file
 from megavis.config.schema import RunConfig
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
@@ -122,6 +123,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     """Compare generated with real images."""
     device = device_of(args)
     file = samples_of(args.samples)
+    out = args.out or default_output(args.samples, file, "samples")
     images = open_images(file, image_size=args.image_size if file.is_dir() else None)
     network = open_network(args.inception, args.network, device)
     reference = _reference(args, network)
@@ -130,7 +132,6 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     )
     result = compare(samples, reference, device=device)
     say(result.line, result.caution)
-    out = args.out or default_output(args.samples, file, "samples")
     result.write(out)
     sys.stdout.write(f"{out}\n")
     return 0
@@ -172,11 +173,17 @@ def samples_of(path: Path) -> Path:
 
 
 def default_output(given: Path, file: Path, name: str) -> Path:
-    """Return the output path for the results `name` of the samples `file`; `given` may be a run."""
-    if given != file:
-        return given / "evaluation" / f"{name}.json"
+    """Return the output path for the results `name` of the samples `file`; `given` may be a run.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
     kind = "evaluation" if name == "samples" else name
-    return file.with_name(f"{file.name}.{kind}.json")
+    out = file.with_name(f"{file.name}.{kind}.json")
+    if given != file:
+        out = given / "evaluation" / f"{name}.json"
+    check_file(out)
+    return out
 
 
 def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSummary:
@@ -197,6 +204,7 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
 def evaluate_classes(args: argparse.Namespace) -> int:
     """Fit a classifier on real images, and classify samples and reconstructions."""
     device, file = device_of(args), samples_of(args.samples)
+    out = default_output(args.samples, file, "classes")
     samples, train, real = NpzImages(file), ShardImages(args.train), ShardImages(args.images)
     names = _common_classes(train, real)
     _check_generated_classes(args.samples, names, args.train)
@@ -211,7 +219,6 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     }
     words = (f"{100 * p.overall:.1f} % of {p.images} {part}" for part, p in parts.items())
     sys.stdout.write(f"classified correctly: {', '.join(words)}\n")
-    out = default_output(args.samples, file, "classes")
     ClassesResult(
         real_images=parts["real images"],
         reconstructions=parts.get("reconstructions"),

@@ -69,7 +69,7 @@ def check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
         to = "to --npz, which writes --num-images images, cycling through the classes"
         refuse_options(args, ("--out", "--completions", "--images", *classes, *shown), to)
     if args.moments:
-        drawn = ("--out", "--completions", "--prefix", *classes, "--show-rounds")
+        drawn = ("--completions", "--prefix", *classes, "--show-rounds")
         refuse_options(args, drawn, "to --moments, which writes no image")
     elif not args.prefix and not reads_images:
         refuse_options(args, ("--completions", "--images"), "without --prefix")
@@ -256,7 +256,8 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
         found["training_difference"] = largest_differences(seen, held_out)
         differences["of training"] = found["training_difference"]
     if opened.context.is_main:
-        path = opened.folder / "evaluation" / f"moments-{opened.step:08d}.json"
+        name = f"moments-{opened.step:08d}.json"
+        path = args.out or opened.folder / "evaluation" / name
         sys.stdout.write("largest difference from held-out latents over the channels\n")
         for name, moments in differences.items():
             words = ", ".join(f"{moment} {value:.3f}" for moment, value in moments.items())

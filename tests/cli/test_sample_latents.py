@@ -148,13 +148,18 @@ def print_moments(runs):
     with contextlib.redirect_stdout(printed):
         words = ["--moments", "--num-images", "20", "--images", "held_out"]
         assert sample(runs, "givt_causal", *words) == 0
+        written = Path("elsewhere/moments.json")
+        assert sample(runs, "givt_causal", *words, "--out", str(written)) == 0
     return printed.getvalue()
 
 
 def test_moments(runs, tmp_path):
     # The training data of an imported run is a relative path.
-    _, drawn, trained, path = in_child(print_moments, runs, folder=tmp_path).splitlines()
+    lines = in_child(print_moments, runs, folder=tmp_path).splitlines()
+    _, drawn, trained, path = lines[:4]
     result = json.loads((tmp_path / path).read_text())
+    assert lines[-1] == "elsewhere/moments.json"
+    assert (tmp_path / lines[-1]).read_text() == (tmp_path / path).read_text()
     assert result["num_drawn"] == result["num_held_out"] == 20
     # Both folders have the same distribution; the golden model was not trained on it.
     for moment, difference in result["training_difference"].items():
@@ -179,6 +184,7 @@ def test_moments(runs, tmp_path):
         ("givt_causal", ["--per-class", "3"], "--per-class does not apply without --classes"),
         ("givt_causal", ["--images", "shards"], "--images does not apply without --prefix"),
         ("givt_causal", ["--completions", "2"], "--completions does not apply without --prefix"),
+        ("givt_causal", ["--moments", "--out", "a.png"], "must end in .json"),
         ("givt_causal", ["--moments", "--classes", "1"], "--classes does not apply to --moments"),
         ("givt_causal", ["--npz", "x.npz", "--classes", "1"], "--classes does not apply to --npz"),
         ("givt_causal", ["--classes", "1", "--num-images", "4"], "--num-images does not apply to"),

@@ -73,7 +73,9 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
         help="of the network's weights and activations; default: bf16 on a GPU, float32 on a CPU",
     )
     add_step(parser)
-    parser.add_argument("--out", type=output_file, help="PNG file; default: in RUN/samples")
+    parser.add_argument(
+        "--out", type=output_file, help="PNG file, with --moments JSON; default: in RUN"
+    )
     parser.add_argument(
         "--npz",
         type=output_file,
@@ -92,7 +94,8 @@ def _check_sample(args: argparse.Namespace) -> None:
     completions = 1 if args.completions is None else args.completions
     if min(args.num_images, completions, args.per_class) < 1:
         raise UserError("--num-images, --completions and --per-class must be at least 1")
-    for option, path, suffix in (("--out", args.out, ".png"), ("--npz", args.npz, ".npz")):
+    written = ".json" if args.moments else ".png"
+    for option, path, suffix in (("--out", args.out, written), ("--npz", args.npz, ".npz")):
         if path is not None and path.suffix != suffix:
             raise UserError(f"{option} {path}: the name of the file must end in {suffix}")
 
@@ -120,7 +123,8 @@ def _add_classes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--moments",
         action="store_true",
-        help="compare moments of --num-images generated and held-out latents, in RUN/evaluation",
+        help="compare moments of --num-images generated and held-out latents; default of --out: in"
+        " RUN/evaluation",
     )
 
 
