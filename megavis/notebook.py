@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,11 +47,21 @@ from megavis.parallel.context import (
 )
 from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import read_launch
+from megavis.sampling.arguments import (
+    as_tensor,
+    check_index,
+    check_rows,
+    checked_seed,
+    is_real,
+    is_whole,
+)
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 
 # Images whose features are computed at once.
 _AT_ONCE = 256
+# Options of `Model.inputs_from` that may be one number.
+_NUMBERS = ("prefix", "mask_ratio", "gamma")
 
 
 class Run:
@@ -116,9 +125,12 @@ class Run:
                 size are interpolated: rotary ones are scaled, learned ones resized.
 
         Raises:
-            UserError: the folder holds no run or no such checkpoint, its paper means other words
-                than in training, or this process's job splits layers.
+            UserError: an argument is of another type or out of range, the folder holds no run or
+                no such checkpoint, its paper means other words than in training, or this
+                process's job splits layers.
         """
+        if not isinstance(run_folder, str | Path):
+            raise UserError(f"run_folder must be a path such as 'runs/NAME', not {run_folder!r}")
         kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if kind is None or kind not in DTYPES.values():
             raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -144,8 +156,12 @@ class Run:
             )
 
     def untrained(self, seed: int | None = None) -> Run:
-        """Return the same network with fresh weights of a seed, by default the run's own."""
-        update = {} if seed is None else {"seed": seed}
+        """Return the same network with fresh weights of a seed, by default the run's own.
+
+        Raises:
+            UserError: the seed is not a whole number from 0 to 2⁶⁴ - 1.
+        """
+        update = {} if seed is None else {"seed": checked_seed(seed)}
         return Run(
             self.config.model_copy(update=update),
             folder=self.folder,
@@ -180,10 +196,15 @@ class Run:
             UserError: an option does not apply; the message lists those that do.
         """
         given = {
-            name: _tensor(value) if isinstance(value, list | np.ndarray) else value
+            name: value
+            if value is None or (is_real(value) and name in _NUMBERS)
+            else as_tensor(value, name)
             for name, value in options.items()
         }
-        sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **given)
+        own = self._own_form(inputs)
+        if (index := given.get("sample_index")) is not None:
+            check_index(index, len(own))
+        sequence_inputs = self.objective.inputs_from(own, **given)
         return self.objective.outputs(self.inference.predictions(sequence_inputs))
 
     def features(
@@ -206,7 +227,7 @@ class Run:
         """
         self.objective.check_features()
         last = self.last_layer
-        if layer is not None and not (_is_whole(layer) and -last - 1 <= layer <= last):
+        if layer is not None and not (is_whole(layer) and -last - 1 <= layer <= last):
             raise UserError(f"layer {layer!r} is not one of 0 to {last}")
         whole = self._batch(inputs, sample_index)
         parts = zip(
@@ -252,16 +273,24 @@ class Run:
         """Return a sampler of this run with fixed options.
 
         Args:
-            seed: random seed.
+            seed: random seed, a whole number from 0 to 2⁶⁴ - 1.
             spell: formats option names as the user typed them, for errors.
             **options: options of the model's density, schedule and search: temperature, top_k,
                 top_p, sampling_steps, probability, guidance, guidance_power, guidance_schedule,
                 beams, fans, rounds, choice_temperature, groups. None leaves an option to the model.
 
         Raises:
-            UserError: the model generates no images, or an option does not apply.
+            UserError: the model generates no images, an option does not apply, or a value is of
+                another type or out of range.
         """
-        return Sampler(self.inference, self.objective, self.folder, options, seed=seed, spell=spell)
+        return Sampler(
+            self.inference,
+            self.objective,
+            self.folder,
+            options,
+            seed=checked_seed(seed, spell("seed")),
+            spell=spell,
+        )
 
     def sample(
         self,
@@ -285,7 +314,7 @@ class Run:
             labels: int64 `[b]`, classes, if the run has any; repeated if fewer than images.
             image: uint8 `[b, H, W, 3]`, input of the encoder, if the run has one.
             tokens: return tokens instead of images.
-            seed: random seed.
+            seed: random seed, a whole number from 0 to 2⁶⁴ - 1.
             batch_size: images generated at once; default: as many as fit on a GPU, 64 on a CPU.
             **options: as for `sampler`.
 
@@ -297,15 +326,17 @@ class Run:
             UserError: the model does not support this, or a number is out of range.
             torch.OutOfMemoryError: a batch of `batch_size` images does not fit.
         """
-        if not isinstance(given, Real) or not 0 <= given <= 1:
+        if not is_real(given) or not 0 <= given <= 1:
             raise UserError(f"the given share must lie in [0, 1], not {given!r}")
+        if not isinstance(tokens, bool):
+            raise UserError(f"tokens must be True or False, not {tokens!r}")
         for name, number in (("num_images", num_images), ("batch_size", batch_size)):
-            if number is not None and not (_is_whole(number) and number >= 1):
+            if number is not None and not (is_whole(number) and number >= 1):
                 raise UserError(f"{name} must be a whole number of at least 1, not {number!r}")
         sampler = self.sampler(seed=seed, **options)
         known = {} if labels is None else {"labels": self._labels(labels)}
         if image is not None:
-            known["image"] = _tensor(image)
+            known["image"] = as_tensor(image, "image")
         inputs = None if originals is None else self._own_form(originals)
         rows = [len(each) for each in (inputs, *known.values()) if each is not None]
         drawn = sampler.sample(
@@ -330,7 +361,7 @@ class Run:
         Raises:
             UserError: they are not tokens of this run, or there is no decoder.
         """
-        model, found = model_of(self.objective), _tensor(tokens)
+        model, found = model_of(self.objective), as_tensor(tokens, "the tokens")
         wanted = model.reads.of(model.blank_batch(1, torch.device("cpu")).inputs).shape[1:]
         if found.shape[1:] != wanted:
             shape = ", ".join(map(str, wanted))
@@ -341,12 +372,13 @@ class Run:
     def _batch(self, inputs: Any, sample_index: Any, labels: Any = None) -> Batch:
         own = self._own_form(inputs)
         classes = torch.full((len(own),), -1) if labels is None else self._labels(labels)
-        index = torch.arange(len(own)) if sample_index is None else _tensor(sample_index)
-        for name, each in (("labels", classes), ("sample_index", index)):
-            if each.shape != (len(own),) or each.is_floating_point():
-                raise UserError(f"{name} must be whole numbers [{len(own)}], one for each image")
-        if int(index.min()) < 0:
-            raise UserError(f"sample_index must be 0 or more, not {int(index.min())}")
+        index = (
+            torch.arange(len(own))
+            if sample_index is None
+            else as_tensor(sample_index, "sample_index")
+        )
+        check_rows("labels", classes, len(own))
+        check_index(index, len(own))
         return Batch(own, classes, index).to(self.context.device)
 
     def _check_range(self, labels: Tensor) -> None:
@@ -368,14 +400,16 @@ class Run:
         if unknown:
             known = ", ".join(self.classes) or "recorded: give numbers"
             raise UserError(f"labels: there is no class {unknown[0]!r}; classes are {known}")
-        found = _tensor([numbers[each] if isinstance(each, str) else each for each in given])
+        found = as_tensor(
+            [numbers[each] if isinstance(each, str) else each for each in given], "labels"
+        )
         if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
             raise UserError("labels must be whole numbers or names of classes [b]")
         return found.long()
 
     def _own_form(self, inputs: Any) -> Tensor:
         """Return inputs on the run's device, as ids if the run has a palette."""
-        found = _tensor(inputs)
+        found = as_tensor(inputs)
         if not len(found):
             raise UserError("the inputs hold no image")
         if (self.folder / PALETTE_NAME).exists():
@@ -401,7 +435,7 @@ class Run:
         `inputs` are ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size;
         anything else raises UserError.
         """
-        array = _tensor(inputs)
+        array = as_tensor(inputs)
         side = self.config.data.image_size
         if array.dtype == torch.uint8 and array.shape[1:] == (side, side, 3):
             codes = self.palette.encode(array.cpu().numpy()).astype(np.int64)
@@ -422,39 +456,12 @@ class Run:
         )
 
 
-def _is_whole(number: Any) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool)
-
-
-def _tensor(inputs: Any) -> Tensor:
-    """Return numbers as a tensor, which shares their memory if it can.
-
-    Raises:
-        UserError: they are no array of numbers.
-    """
-    if isinstance(inputs, Tensor):
-        return inputs
-    try:
-        array = np.asarray(inputs)
-    except ValueError as error:
-        raise UserError(f"the inputs are no array: {error}") from None
-    if array.dtype.kind not in "biuf" or not array.ndim:
-        raise UserError(
-            f"the inputs are {type(inputs).__name__}; expected an array of numbers, for images"
-            " uint8 [b, h, w, 3]"
-        )
-    # torch supports no negative strides, and warns of read-only memory.
-    if not array.flags.writeable or min(array.strides, default=0) < 0:
-        array = array.copy()
-    return torch.from_numpy(array)
-
-
 def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
     """Return the config for images of another size, with interpolated rotary positions.
 
     Raises UserError if the model does not support images of that size.
     """
-    if not isinstance(image_size, int) or image_size < 1:
+    if not is_whole(image_size) or image_size < 1:
         raise UserError(f"image_size must be a whole number of at least 1, not {image_size!r}")
     ratio = image_size / config.data.image_size
     short_side = config.data.short_side and round(config.data.short_side * ratio)

@@ -148,7 +148,9 @@ class Vocabulary(Tokens):
     vocabulary_size: int
 
     def check_values(self, tokens: Tensor) -> None:
-        """Raise UserError unless all ids are in the vocabulary."""
+        """Raise UserError unless all ids are whole numbers in the vocabulary."""
+        if tokens.is_floating_point():
+            raise UserError(f"the ids are of type {tokens.dtype}, not whole numbers")
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocabulary_size:
             raise UserError(

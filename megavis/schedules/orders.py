@@ -82,11 +82,11 @@ def order_of_run(
 def check_order(order: Tensor, num_tokens: int) -> None:
     """Raise UserError unless each row of `order`, int64 `[b, num_tokens]`, is a permutation."""
     every = torch.arange(num_tokens, device=order.device)
-    fits = order.ndim == 2 and order.shape[1] == num_tokens
+    fits = order.ndim == 2 and order.shape[1] == num_tokens and order.dtype == torch.int64
     if not fits or not torch.equal(order.sort(dim=1).values, every.expand(len(order), -1)):
         raise UserError(
             f"the order is not a permutation of the {num_tokens} tokens: each row must contain"
-            f" every integer from 0 to {num_tokens - 1} once"
+            f" every integer from 0 to {num_tokens - 1} once, as int64"
         )
 
 

@@ -190,11 +190,68 @@ def test_layer_that_the_config_lost_is_noticed(run, trained, tmp_path):
         ({"dtype": torch.float64}, "is not one of"),
         ({"image_size": 0}, "image_size must be a whole number of at least 1, not 0"),
         ({"image_size": 4.5}, "image_size must be a whole number"),
+        ({"image_size": True}, "image_size must be a whole number of at least 1, not True"),
     ],
 )
 def test_options_of_load_are_checked(run, trained, words, message):
     with pytest.raises(UserError, match=message):
         megavis.load(trained, **words)
+
+
+def test_the_folder_of_load_is_a_path(run):
+    for wrong in (3, None, b"runs"):
+        with pytest.raises(UserError, match="run_folder must be a path such as 'runs/NAME', not "):
+            megavis.load(wrong)
+
+
+@pytest.mark.parametrize("seed", ["x", 1.5, -1, True, 2**64, [1]])
+def test_seeds_are_whole_numbers(run, seed):
+    """A text was hashed, and drew other images than the number that it shows."""
+    message = re.escape(f"seed must be a whole number from 0 to 2⁶⁴ - 1, not {seed!r}")
+    for use in (
+        run.untrained,
+        lambda seed: run.sample(1, seed=seed),
+        lambda seed: run.sampler(seed=seed),
+    ):
+        with pytest.raises(UserError, match=message):
+            use(seed)
+
+
+def test_numbers_of_numpy_are_seeds(run):
+    assert torch.equal(run.sample(2, seed=np.int64(3)), run.sample(2, seed=3))
+
+
+def test_arguments_of_sample_and_images_are_checked(run, ids):
+    with pytest.raises(UserError, match=r"the given share must lie in \[0, 1\], not True"):
+        run.sample(originals=ids, given=True)
+    with pytest.raises(UserError, match="tokens must be True or False, not 'yes'"):
+        run.sample(2, tokens="yes")
+    with pytest.raises(UserError, match="the tokens: expected an array of numbers, not str 'x'"):
+        run.images("x")
+    with pytest.raises(UserError, match="the ids are of type torch.float64, not whole numbers"):
+        run.images(ids * 1.0)
+
+
+ORDER = np.tile(np.arange(16), (8, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "raster"}, "order: expected an array of numbers, not str 'raster'"),
+        ({"order": 3}, "order: expected an array of numbers, not int 3"),
+        ({"order": ORDER * 1.0}, "must contain every integer from 0 to 15 once, as int64"),
+        ({"sample_index": 3}, "sample_index: expected an array of numbers, not int 3"),
+        ({"sample_index": [0.5] * 8}, r"sample_index must be whole numbers \[8\]"),
+        ({"sample_index": [0, 1]}, r"sample_index must be whole numbers \[8\]"),
+        ({"sample_index": [-1] * 8}, "sample_index must be 0 or more, not -1"),
+    ],
+)
+def test_options_of_outputs_are_checked(run, ids, options, message):
+    with pytest.raises(UserError, match=message):
+        run.outputs(ids, **options)
+    expected = run.outputs(ids, order=ORDER)
+    assert torch.equal(run.outputs(ids, order=ORDER.tolist(), sample_index=range(8)), expected)
 
 
 def test_device_may_be_an_object_and_given_twice(run, trained):

@@ -288,7 +288,7 @@ def _add_completions(figures: Any) -> None:
     completions.add_argument(
         "--temperature", type=float, help="noise temperature; default: the config's"
     )
-    completions.add_argument("--seed", type=int, default=0, help="random seed")
+    completions.add_argument("--seed", type=non_negative, default=0, help="random seed")
     completions.add_argument(
         "--completions", type=positive, default=3, help="completions shown per image"
     )

@@ -61,7 +61,7 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
         help="per image: completions, or generated targets; default: 3, or 1 if groups differ",
     )
     parser.add_argument("--images", help="shard folder of the images; default: the run's own")
-    parser.add_argument("--seed", type=int, default=0, help="random seed; default: 0")
+    parser.add_argument("--seed", type=non_negative, default=0, help="random seed; default: 0")
     parser.add_argument(
         "--batch-size",
         type=positive,
