@@ -33,6 +33,7 @@ from megavis.commands.options.images import DISTANCE
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.classes import accuracy_by_layer
 from megavis.evaluation.event_files import EventFile
@@ -260,6 +261,7 @@ class CheckpointMeasures:
 
     def _loss(self) -> Mapping[str, float]:
         opened, limit = self.opened, self.args.validation_images
+        check_no_overlap(self._validation, list(training_shards(opened.config)))
         images = first_images(opened, self._validation, limit)
         loss = mean_loss(opened.inference, opened.objective, images, limit=limit)
         return {"validation_loss": loss}

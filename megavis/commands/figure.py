@@ -168,6 +168,7 @@ def complete(opened: Run, args: argparse.Namespace) -> None:
     options = {"sampling_steps": args.sampling_steps, "temperature": args.temperature}
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
     dataset = open_held_out(opened, args.images, option="--images", own_classes=False)
+    check_no_overlap(dataset, list(training_shards(opened.config)))
     inputs = read_round_robin(dataset, args.num_images).inputs.to(opened.context.device)
     count, num_given = len(inputs), sampler.model.num_tokens // 2
     draws = max(args.draws, args.completions)

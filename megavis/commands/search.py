@@ -24,6 +24,7 @@ from megavis.commands.opening import (
 )
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
+from megavis.data.loading.leakage import training_shards
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.evaluation.results import ClassAccuracy, FinetuneResult, SweepScore
 from megavis.notebook import Run
@@ -181,13 +182,13 @@ def _score(point: Point, args: argparse.Namespace) -> float:
 
 
 def _probe(opened: Run, args: argparse.Namespace) -> float:
-    config = opened.config.data
+    config, trained_on = opened.config.data, list(training_shards(opened.config))
     assert config.validation is not None, "a grid without is refused"
     train, validation = (
         open_shards(opened, folder, own_classes=False)
         for folder in (config.train_sources[0].path, config.validation)
     )
     first = first_images(opened, train, args.train_images)
-    data = ProbeData(first, validation, num_train=args.train_images)
+    data = ProbeData(first, validation, num_train=args.train_images, trained_on=trained_on)
     features = data.features(network_of(opened, feature_cache(opened, args)))
     return score_best_layer(features, data, ProbeSettings()).accuracy

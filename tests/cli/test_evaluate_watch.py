@@ -151,6 +151,20 @@ def test_errors(copied, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["loss", "neighbors"])
+def test_images_that_were_trained_on_are_refused(copied, shards, capsys, what):
+    words = ["--validation", str(shards / "train"), "--what", what]
+    assert main(["evaluate", "watch", str(copied), *words]) == 2
+    assert f"{shards}/train cannot evaluate what was trained on" in capsys.readouterr().err
+    assert not (copied / "evaluation" / "watch.jsonl").exists()
+
+
+def test_completions_are_of_images_that_were_not_trained_on(copied, shards, capsys):
+    words = ["--images", str(shards / "train"), "--num-images", "2", "--device", "cpu"]
+    assert main(["figure", "completions", str(copied), *words]) == 2
+    assert f"{shards}/train cannot evaluate what was trained on" in capsys.readouterr().err
+
+
 def test_invalid_run_and_metric(tmp_path, capsys):
     assert main(["evaluate", "watch", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
