@@ -8,6 +8,8 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
+from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import Manifest
@@ -49,9 +51,10 @@ def model_card(
         f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}.\n"
     )
     if is_released(run):
+        found = None if run.checkpoint is None else read_manifest(run.checkpoint).origin
         origin = (
             f"Released weights, which megavis has not trained, as a run of `{paper}`: {total:,}"
-            " parameters.\n"
+            f" parameters. They came from {found or 'a place that was not recorded'}.\n"
         )
     lines = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
@@ -113,6 +116,9 @@ def _training(run: Run) -> Iterator[tuple[str, object]]:
     if is_released(run):
         yield "steps", "none with megavis; these keys of the config are for further training"
         return
+    tuning = run.config.finetune
+    if tuning is not None and tuning.from_run is not None:
+        yield "starts from", _source(Path(tuning.from_run), tuning.from_step)
     yield "steps", f"{run.step:,} of {training.steps:,}" if training.steps else f"{run.step:,}"
     yield "batch", training.batch_size
     yield "precision", training.precision
@@ -124,6 +130,15 @@ def _training(run: Run) -> Iterator[tuple[str, object]]:
         versions = start.get("versions", {})
         yield "machine", start.get("machine", "")
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _source(folder: Path, step: int | None) -> str:
+    """Return the name of a run, and where it came from if it was imported."""
+    try:
+        origin = read_manifest(chosen_checkpoint(folder, step)).origin
+    except (UserError, OSError):
+        origin = None  # The run is not on this machine.
+    return f"`{folder.name}`" + (f", released weights: {origin}" if origin else "")
 
 
 def _results(run: Run) -> Iterator[str]:

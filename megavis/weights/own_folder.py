@@ -87,6 +87,7 @@ def _write_checkpoint(
         tokenizer=trained.tokenizer,
         classes=trained.classes,
         words=trained.words,
+        origin=trained.origin,
         layout={},
         files={file: stored},
         tensors={

@@ -28,7 +28,7 @@ from megavis.config.errors import UserError, describe_os_error
 from megavis.config.load import dump_config, exported_names, load_config, with_tokenizers
 from megavis.config.schema import ObjectiveConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megavis.config.section import DataConfig
-from megavis.data.format.files import copy_folder
+from megavis.data.format.files import copy_folder, sha256_of_file
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.grammar.same_run import words_of
 from megavis.papers import build_objective
@@ -173,6 +173,7 @@ class Released:
             palette=self.palette,
             classes=self.classes,
             words=words_of(config),
+            origin=origin_of(self.tensors.source),
         )
         return sum(tensor.numel() for tensor in weights.values())
 
@@ -204,6 +205,7 @@ def write_run(
     classes: tuple[str, ...] = (),
     trained: tuple[int, int] = (0, 0),
     words: Mapping[str, Any] | None = None,
+    origin: str | None = None,
 ) -> None:
     """Write a new run folder with a checkpoint.
 
@@ -216,6 +218,7 @@ def write_run(
         classes: names, by label, of the classes that it reads or predicts, if known.
         trained: steps and images of its training with megavis.
         words: of the paper that the weights were trained with, if known.
+        origin: where imported weights came from.
     """
     run_folder.mkdir(parents=True)
     (run_folder / "config.yaml").write_text(dump_config(config))
@@ -231,6 +234,28 @@ def write_run(
         classes=classes,
         trained=trained,
         words=words,
+        origin=origin,
+    )
+
+
+_WEIGHTS = (".safetensors", ".bin", ".npz", ".pth", ".pt", ".ckpt")
+
+
+def origin_of(source: Path) -> str:
+    """Return the name of a released file or folder, and the SHA-256 of its files of weights.
+
+    In the Hub's cache, `models--OWNER--NAME/snapshots/COMMIT`, the repository has the name.
+    """
+    place = source.absolute()
+    folder, name, files = place.parent, place.name, [place]
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.suffix in _WEIGHTS)
+        folder = place
+    if folder.parent.name == "snapshots":
+        repository = folder.parents[1].name.removeprefix("models--").replace("--", "/")
+        name = f"{repository} at commit {folder.name}"
+    return "; ".join(
+        [name, *(f"{file.name} has the SHA-256 {sha256_of_file(file)}" for file in files)]
     )
 
 
@@ -261,6 +286,7 @@ def import_own(source: Path, run_folder: Path) -> None:
         classes=manifest.classes,
         trained=(manifest.step, manifest.samples_seen),
         words=manifest.words,
+        origin=manifest.origin,
     )
     for name in inside:
         copy_folder(source / name, run_folder / name)

@@ -57,6 +57,11 @@ def test_a_released_mae_is_finetuned_by_the_defaults_of_the_paper(imported, imag
     assert before.keys() == after.keys()
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=0)
+    assert (
+        main(["export", str(tmp_path / "tiny"), "--to", "huggingface", str(tmp_path / "out")]) == 0
+    )
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| starts from | `source`, released weights: hub; model.safetensors has the SHA" in card
 
 
 def differences(before, after, folder, **tuning):

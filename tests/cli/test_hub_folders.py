@@ -1,5 +1,6 @@
 """Exported folders: outputs in a process without megavis, and re-import."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from small_batches import photographs
 from tiny import VIT, tiny
 
 import megavis
+from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import read_manifest, write_manifest
 from megavis.checkpoint.state.restore import load_weights
 from megavis.cli import main
@@ -25,7 +27,7 @@ from megavis.model.stack import LayerStack, LocalLayers
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import standardize
 from megavis.weights.own_folder import PlainForm
-from megavis.weights.released import write_run
+from megavis.weights.released import origin_of, write_run
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install transformers, to open exported folders"
@@ -253,8 +255,35 @@ def test_a_card_of_imported_weights_claims_no_training(tmp_path, build_paper):
     card = (again / "README.md").read_text()
     assert "Released weights, which megavis has not trained, as a run of `darl`" in card
     assert "none with megavis; these keys of the config are for further training" in card
+    digest = hashlib.sha256((first / "model.safetensors").read_bytes()).hexdigest()
+    assert f"They came from out; model.safetensors has the SHA-256 {digest}.\n" in card
+    assert str(tmp_path) not in card
     for claim in ("trained with megavis", "tuned with megavis", "It has seen", "learning rate 0.0"):
         assert claim not in card
+
+
+def test_an_exported_folder_of_megavis_keeps_the_origin(tmp_path, build_paper):
+    run = make_run(tmp_path / "run", CASES["order_own"], build_paper)
+    checkpoint = latest_checkpoint(run.folder)
+    imported = read_manifest(checkpoint).model_copy(update={"origin": "a released file"})
+    write_manifest(checkpoint, imported)
+    out, back = tmp_path / "out", tmp_path / "back"
+    assert main(["export", str(run.folder), "--to", "huggingface", str(out)]) == 0
+    assert "They came from a released file." in (out / "README.md").read_text()
+    assert main(["import", "huggingface", str(out), str(back)]) == 0
+    assert read_manifest(latest_checkpoint(back)).origin == "a released file"
+
+
+def test_the_origin_of_a_folder_of_the_hubs_cache_is_its_repository(tmp_path):
+    folder = tmp_path / "models--facebook--vit-mae-base" / "snapshots" / "25b1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"abc")
+    # FIPS 180-4, one-block message sample.
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    expected = f"facebook/vit-mae-base at commit 25b1; pytorch_model.bin has the SHA-256 {digest}"
+    assert origin_of(folder) == expected
+    assert origin_of(folder / "pytorch_model.bin") == expected
 
 
 @pytest.mark.parametrize(

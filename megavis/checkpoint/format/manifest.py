@@ -134,6 +134,8 @@ class CheckpointManifest(_Part):
     words: dict[str, Any] | None = None
     """The paper in words, which give the weights their meaning; None for an autoencoder, and in
     checkpoints from before words were recorded."""
+    origin: str | None = None
+    """Where imported weights came from, in words; None for weights that megavis trained."""
     layout: dict[str, int]
     """Layout of the job that saved it; informational, not needed for loading."""
     files: dict[str, StoredFile]

@@ -333,6 +333,7 @@ def write_weights(
     classes: tuple[str, ...] = (),
     trained: tuple[int, int] = (0, 0),
     words: Mapping[str, Any] | None = None,
+    origin: str | None = None,
 ) -> Path:
     """Write a checkpoint with float32 weights only, without optimizer states.
 
@@ -346,6 +347,7 @@ def write_weights(
         classes: names, by label, of the classes that it reads or predicts, if known.
         trained: steps and images that it was trained for.
         words: of its paper.
+        origin: where imported weights came from.
     """
     (step, samples), name = trained, "weights.safetensors"
     partial = partial_folder(run_folder, step)
@@ -361,6 +363,7 @@ def write_weights(
         tokenizer=tokenizer,
         classes=classes,
         words=words,
+        origin=origin,
         layout={},
         files={name: stored},
         tensors={key: LogicalTensor.whole(t.shape, name, key) for key, t in sorted(keyed.items())},
