@@ -11,14 +11,23 @@ from typing import Any
 
 import yaml
 
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig, did_you_mean, dump_config, load_config
+from megavis.config.load import (
+    LoadedConfig,
+    did_you_mean,
+    dump_config,
+    load_config,
+    load_run_config,
+)
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.config.shorthand import PRESETS, RIVALS, Shorthand
 from megavis.config.yaml_tree import BASED_ON, dump_tree, leaves
 from megavis.data.format.manifest import num_images
 from megavis.grammar.compose import written_out
+from megavis.grammar.same_run import check_same_words
 
 _ABSENT = "(not there)"
 SHIPPED = "yaml_configs"
@@ -27,10 +36,23 @@ SHIPPED = "yaml_configs"
 def show(args: argparse.Namespace) -> int:
     """Write the config as YAML, each value followed by its origin; or the paper in words."""
     if args.grammar:
+        _check_words(Path(args.config))
         sys.stdout.write(dump_config(written_out(_read(args.config, args.overrides).config)))
         return 0
     sys.stdout.write("".join(f"{line}\n" for line in _lines(_read(args.config, args.overrides))))
     return 0
+
+
+def _check_words(run_folder: Path) -> None:
+    """Raise UserError if a run's newest checkpoint was trained with other words than it means now.
+
+    They would not be the words of a config that trains the same run.
+    """
+    if not (run_folder / "config.yaml").exists():
+        return
+    if (checkpoint := latest_checkpoint(run_folder)) is not None:
+        words, config = read_manifest(checkpoint).words, load_run_config(run_folder)
+        check_same_words(checkpoint, words, config, resumes=True)
 
 
 def diff(args: argparse.Namespace) -> int:

@@ -53,8 +53,11 @@ def test_words_resume_the_run_of_a_paper(paper, capsys):
     assert main(["train", str(path), "name=cut", "training.steps=2", "--device", "cpu"]) == 0
     capsys.readouterr()
     assert main(["config", "show", str(path), "name=cut", "--grammar"]) == 0
+    as_shown = capsys.readouterr().out
+    assert main(["config", "show", str(runs / "cut"), "--grammar"]) == 0
+    assert "kind: one_by_one" in capsys.readouterr().out
     words = path.with_name("words.yaml")
-    words.write_text(capsys.readouterr().out)
+    words.write_text(as_shown)
     assert "kind: one_by_one" in words.read_text()
     assert main(["train", str(words), "--device", "cpu"]) == 0
     assert losses(runs / "cut") == losses(runs / "whole")
@@ -93,6 +96,7 @@ def test_weights_are_refused_where_the_paper_means_other_words(
         ["sample", str(copy), "--device", "cpu"],
         ["sample", str(tmp_path / "converted"), "--device", "cpu"],
         ["export", str(run), "--to", "safetensors", str(tmp_path / "weights")],
+        ["config", "show", str(run), "--grammar"],
     ):
         capsys.readouterr()
         assert main(command) == 2, command
