@@ -140,24 +140,29 @@ class MetricsWriter:
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Truncate `metrics.jsonl` after a step, and drop an incomplete last line.
+    """Truncate `metrics.jsonl` after a step, and drop damaged lines there.
+
+    A kill leaves an incomplete last line. A node that loses its power may leave any of the latest
+    lines damaged: a disk may have written later pages of the file and not earlier ones.
 
     Raises:
-        UserError: another line is not a metrics record; names it.
+        UserError: a line before one that is kept is not a metrics record; names it.
     """
     if not path.exists():
         return
-    kept, lines = [], path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
+    kept, damaged = [], 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            # A kill leaves only the last line incomplete, which the next start drops.
-            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
-                text = "no JSON object with a step; restore the file, or remove the line"
-                raise UserError(f"{path}, line {number}: {text}") from None
-    write_atomically(path, "".join(kept).encode())
+            is_kept = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            damaged = damaged or number
+            continue
+        if is_kept and damaged:
+            text = "no JSON object with a step; restore the file, or remove the line"
+            raise UserError(f"{path}, line {damaged}: {text}")
+        if is_kept:
+            kept.append(line.rstrip() + b"\n")
+    write_atomically(path, b"".join(kept))
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
@@ -171,7 +176,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         # A kill may leave an incomplete last line.
         with contextlib.suppress(json.JSONDecodeError):
             records.append(from_json(line))

@@ -97,3 +97,15 @@ def test_a_start_drops_an_incomplete_last_line_and_names_any_other(tmp_path):
         with pytest.raises(UserError, match="metrics.jsonl, line 2: no JSON object with a step"):
             drop_steps_after(path, 9)
         assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\0" * 4096, b'{"step": 3, "lo\0\0\0\xff1.0}\n{"loss": 1.0}\n', b"7\n[]\n"]
+)
+def test_a_start_drops_what_a_lost_node_left_after_its_checkpoint(tmp_path, damage):
+    """Otherwise the run could not resume, for lines that it writes again."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n'.encode() for step in (1, 2, 3, 4)]
+    path.write_bytes(b"".join([*lines[:3], damage, lines[3]]))
+    drop_steps_after(path, 2)
+    assert path.read_bytes() == b"".join(lines[:2])
