@@ -42,6 +42,48 @@ with_pauses() {
   "$@"
 }
 
+# The nodes that megavis names when replicas disagree (exit code 71), one a line.
+export MEGAVIS_FAULTY_NODES=$PWD/.slurm-$job.faulty
+rm -f "$MEGAVIS_FAULTY_NODES" || true
+
+# Whether enough nodes are left without as many as the first argument says. Where a partition or a
+# reservation has no spare ones, the job would wait for ever.
+enough_without() {
+  local nodes=0 part
+  if [[ -n ${SLURM_JOB_RESERVATION:-} ]]; then
+    nodes=$(scontrol show reservation "$SLURM_JOB_RESERVATION" | sed -n 's/.*NodeCnt=\([0-9]*\).*/\1/p')
+  else
+    for part in $(sinfo --noheader --partition "${SLURM_JOB_PARTITION:-}" --responding \
+      --states idle,alloc,mix,comp --format %D); do
+      nodes=$((nodes + part))
+    done
+  fi
+  ((${nodes:-0} >= ${SLURM_JOB_NUM_NODES:-1} + $1))
+}
+
+# Keep a job that was just queued again from the nodes that megavis has named: they would fail it
+# again. SLURM changes only jobs that wait, and a requeued one waits for at least two minutes.
+exclude_faulty_nodes() {
+  local names excluded
+  names=$(sort -u "$MEGAVIS_FAULTY_NODES" 2>/dev/null | paste -sd, -) || true
+  rm -f "$MEGAVIS_FAULTY_NODES" || true
+  if [[ -z $names ]]; then
+    say "no node is known to be faulty; job $job may start on the same ones"
+    return
+  fi
+  if ! enough_without "$(tr ',' '\n' <<<"$names" | wc -l)"; then
+    say "there are no nodes in place of $names; job $job may start there again: check them"
+    return
+  fi
+  excluded=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p') || true
+  [[ -z $excluded || $excluded == "(null)" ]] || names=$excluded,$names
+  if with_pauses "1 2 5" scontrol update "JobId=$job" "ExcNodeList=$names"; then
+    say "job $job will not start on $names again: check them"
+  else
+    say "SLURM does not exclude $names; job $job may start there again: check them"
+  fi
+}
+
 step='' limit='' end=''
 # shellcheck disable=SC2317,SC2329 # called by the traps
 save() {
@@ -150,7 +192,15 @@ else
     leave_if_cancelled
   fi
   say "exit code $code; queueing job $job again"
+  if ((code == 71)); then
+    # SLURM ends this script and its commands once the job is queued again. Half a minute later it kills
+    # them; until then the job can be changed.
+    trap '' TERM
+  fi
   # For up to five minutes: SLURM's controller may be busy or restarting.
   with_pauses "1 5 15 30 60 90 100" scontrol requeue "$job"
+  if ((code == 71)); then
+    exclude_faulty_nodes
+  fi
 fi
 exit "$code"

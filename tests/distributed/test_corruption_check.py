@@ -34,6 +34,9 @@ def train_with_fault(launch: Launch, path: str, words: list[str], fault: str, at
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "train_step", with_fault)
         patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # a failure is reported after four
+        # As launch/slurm_step.sh and SLURM set them.
+        patch.setenv("MEGAVIS_FAULTY_NODES", words[0].removeprefix("output=") + "/faulty")
+        patch.setenv("SLURMD_NODENAME", f"node{launch.rank}")
         train_run(launch, path, words)
 
 
@@ -54,12 +57,18 @@ def inject(engine: Engine, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "fault", "at", "message"),
+    ("layout", "fault", "at", "message", "nodes"),
     [
         # ZeRO 1 and 2 would overwrite the weight in the next step; ZeRO 0 keeps it.
-        ("zero_stage=0", "bit", 5, rf"after step 6, {NORM} differs between rank 0 on \S+, rank 1"),
-        ("zero_stage=1", "loss", 8, "after step 8, the loss in part 0 of the model differs"),
-        ("zero_stage=1", "two losses", 8, r"after step 8, two passes .* give two losses on rank 1"),
+        (
+            *("zero_stage=0", "bit", 5),
+            *(rf"after step 6, {NORM} differs between rank 0 on \S+, rank 1", ""),
+        ),
+        ("zero_stage=1", "loss", 8, "after step 8, the loss in part 0 of the model differs", ""),
+        (
+            *("zero_stage=1", "two losses", 8),
+            *(r"after step 8, two passes .* give two losses on rank 1", "node1\n"),
+        ),
     ],
 )
 def test_corruption_is_reported_and_not_saved(
@@ -70,12 +79,14 @@ def test_corruption_is_reported_and_not_saved(
     fault: str,
     at: int,
     message: str,
+    nodes: str,
 ) -> None:
     words = [f"output={tmp_path}", f"parallel.{layout}", "training.check_replicas_every=3"]
     with pytest.raises(WorkerError, match=message):
         run_job(train_with_fault, 2, str(tiny_config), words, fault, at)
     (fault,) = read_faults(tmp_path / "tiny")
     assert re.search(message, f"after step {fault['step']}, {fault['what']}")
+    assert (tmp_path / "faulty").read_text() == nodes
     # The checkpoint of step 4 may not have been finished.
     assert set(saved_steps(tmp_path / "tiny")) <= {4}
 

@@ -77,6 +77,31 @@ def test_array_tasks_are_requeued_individually(slurm: Slurm, checkout: Path) -> 
     assert not list(checkout.glob(".slurm-*"))
 
 
+def test_job_does_not_start_on_a_faulty_node_again(slurm: Slurm, checkout: Path) -> None:
+    """SLURM changes only jobs that wait, such as one that was just queued again."""
+    programs = checkout / "bin"
+    programs.mkdir()
+    for name, body in (
+        ("python", 'echo $SLURMD_NODENAME >"$MEGAVIS_FAULTY_NODES"; exit 71'),
+        ("sinfo", "echo 2"),  # This SLURM has one node.
+    ):
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    words = (*TWO_TASKS, "--job-name=faulty", "launch/slurm.sh", "a.yaml")
+    job = slurm.submit(checkout, *words, PATH=f"{programs}:{PATH}")
+
+    log = checkout / f"faulty-{job}.log"
+    wait_until(lambda: log.exists() and "will not start on localhost again" in log.read_text())
+    wait_until(lambda: "JobState=PENDING" in slurm.ask("scontrol", "show", "job", job))
+    # Longer than a requeued job waits: this one has no node to start on.
+    time.sleep(8)
+    shown = slurm.ask("scontrol", "show", "job", job)
+    slurm.ask("scancel", job)
+    assert "JobState=PENDING" in shown
+    assert "ExcNodeList=localhost" in shown
+    assert f"queueing job {job} again" in log.read_text()
+
+
 def test_cancelled_job_stays_cancelled(slurm: Slurm, checkout: Path) -> None:
     python = checkout / "bin" / "python"
     python.parent.mkdir()

@@ -286,6 +286,34 @@ def test_slurm_starts_srun_and_requeues(start, programs, tmp_path, code, again):
     assert scontrol == ("requeue 5" if again else "")
 
 
+@pytest.mark.parametrize(
+    ("faulty", "spare", "before", "after"),
+    [
+        ("b\na\n", 1, "(null)", None),
+        ("b\na\n", 2, "(null)", "a,b"),
+        ("b\n", 1, "c[1-2],d", "c[1-2],d,b"),
+        ("", 2, "(null)", None),
+    ],
+)
+def test_slurm_keeps_the_job_from_faulty_nodes(
+    start, programs, tmp_path, faulty, spare, before, after
+):
+    """Replicas disagree on named nodes; where no others are free, the job would wait for ever."""
+    programs("srun", f'printf "{faulty}" >"$MEGAVIS_FAULTY_NODES"; exit 71')
+    programs("sinfo", f"echo 4; echo {spare}")
+    programs("scontrol", f'[[ $1 != show ]] || echo "   ReqNodeList=(null) ExcNodeList={before}"')
+    script = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5", SLURM_JOB_NUM_NODES="4")
+    _, errors = script.communicate(timeout=PATIENCE)
+    assert script.returncode == 71
+    log = (tmp_path / "log").read_text()
+    assert log.index("scontrol requeue 5") < (log + "scontrol update").index("scontrol update")
+    excluded = re.search(r"update JobId=5 ExcNodeList=(\S+)", log)
+    assert (excluded and excluded[1]) == after
+    known = "job 5 will not start on" if after else "may start"
+    assert known in errors
+    assert not (tmp_path / ".slurm-5.faulty").exists()
+
+
 def test_slurm_stops_requeuing_after_repeated_early_failures(start, programs, tmp_path):
     programs("srun", "exit 1")
     programs("scontrol")

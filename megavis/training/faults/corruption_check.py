@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,9 @@ from megavis.training.provenance import record_fault
 Fingerprints = dict[str, int]
 """Checksums by key: processes with the same key must have the same number."""
 
+
+FAULTY_NODES = "MEGAVIS_FAULTY_NODES"
+"""Environment variable: a file to which to write the nodes that the launcher should exclude."""
 
 # Elements per chunk: 32 MB as int64.
 _PIECE = 1 << 22
@@ -71,16 +76,19 @@ class CheckReplicas:
             f"rank {world.rank} on {socket.gethostname()}",
             weight_fingerprints(engine),
             self.losses(engine, state.step),
+            os.environ.get("SLURMD_NODENAME", socket.gethostname()),
         )
         all_found: list[Any] = [None] * world.size
         dist.all_gather_object(all_found, mine, group=world.group)
-        weights = disagreement({rank: prints for rank, prints, _ in all_found})
-        losses = {rank: losses for rank, _, losses in all_found}
-        complaint = weights or loss_disagreement(losses, allowed_difference(engine))
-        if complaint:
-            _remember(engine, state.step, complaint)
+        found = disagreement({rank: prints for rank, prints, *_ in all_found})
+        if not found.text:
+            losses = {rank: losses for rank, _, losses, _ in all_found}
+            found = loss_disagreement(losses, allowed_difference(engine))
+        if found.text:
+            nodes = {node for rank, *_, node in all_found if rank in found.wrong}
+            _remember(engine, state.step, found.text, nodes)
             raise CorruptionError(
-                f"after step {state.step}, {complaint}; it is not saved: exclude that host"
+                f"after step {state.step}, {found.text}; it is not saved: exclude that host"
                 " and start the run again"
             )
 
@@ -129,13 +137,20 @@ def allowed_difference(engine: Engine) -> float:
     return {"float32": 1e-5, "bf16": 2.0**-8, "fp16": 2.0**-11}[engine.config.training.precision]
 
 
-def _remember(engine: Engine, step: int, complaint: str) -> None:
-    """Record the fault in the run folder; called on every process."""
+def _remember(engine: Engine, step: int, complaint: str, nodes: Iterable[str]) -> None:
+    """Record the fault in the run folder, and the faulty nodes for the launcher, if it asks.
+
+    Called on every process.
+    """
     if engine.context.is_main:
         # A full disk must not hide the fault.
         with contextlib.suppress(OSError):
             folder = engine.config.folder
             record_fault(folder, step, complaint, exit_code=CORRUPTION_EXIT_CODE)
+        with contextlib.suppress(OSError):
+            if (path := os.environ.get(FAULTY_NODES)) is not None:
+                lines = "".join(f"{node}\n" for node in sorted(nodes))
+                Path(path).write_text(lines, encoding="utf-8")
     # The first process to exit may end the others.
     engine.context.barrier()
 
@@ -200,11 +215,25 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def loss_disagreement(losses: Mapping[str, Losses], allowed: float) -> str:
-    """Describe losses, by process, that differ by more than `allowed`; empty if none do."""
+@dataclass(frozen=True)
+class Disagreement:
+    """What differs between processes, and on which; the text is empty if nothing does.
+
+    Attributes:
+        text: description that names the processes.
+        wrong: names of the processes that are known to be wrong.
+    """
+
+    text: str = ""
+    wrong: frozenset[str] = frozenset()
+
+
+def loss_disagreement(losses: Mapping[str, Losses], allowed: float) -> Disagreement:
+    """Describe losses, by process, that differ by more than `allowed`."""
     torn = [name for name, mine in losses.items() if not _agree(mine.first, mine.second, allowed)]
     if torn:
-        return f"two passes over the same images give two losses on {', '.join(torn)}"
+        text = f"two passes over the same images give two losses on {', '.join(torn)}"
+        return Disagreement(text, frozenset(torn))
     kinds: dict[int, list[float]] = defaultdict(list)
     prints: dict[str, Fingerprints] = {}
     for name, mine in losses.items():
@@ -225,10 +254,10 @@ def _agree(first: float, second: float, allowed: float) -> bool:
     return abs(first - second) <= allowed * max(1.0, abs(first), abs(second))
 
 
-def disagreement(prints: Mapping[str, Fingerprints]) -> str:
-    """Describe differences between processes, by name; empty if there are none.
+def disagreement(prints: Mapping[str, Fingerprints]) -> Disagreement:
+    """Describe differences between processes, by name.
 
-    If a majority agrees, the others are named.
+    If a majority agrees, the others are wrong.
     """
     holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, mine in prints.items():
@@ -239,10 +268,12 @@ def disagreement(prints: Mapping[str, Fingerprints]) -> str:
             continue
         sizes = sorted((len(names) for names in groups.values()), reverse=True)
         if sizes[0] == sizes[1]:
-            return f"{key} differs between {_listed(groups.values())}: which is right is unknown"
+            text = f"{key} differs between {_listed(groups.values())}: which is right is unknown"
+            return Disagreement(text)
         wrong = [names for names in groups.values() if len(names) < sizes[0]]
-        return f"{key} on {_listed(wrong)} differs from {sizes[0]} others"
-    return ""
+        text = f"{key} on {_listed(wrong)} differs from {sizes[0]} others"
+        return Disagreement(text, frozenset(name for names in wrong for name in names))
+    return Disagreement()
 
 
 def _listed(groups: Iterable[Sequence[str]]) -> str:

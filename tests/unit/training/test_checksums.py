@@ -10,6 +10,7 @@ from megavis.model.kernels import chosen_kernels
 from megavis.training.faults import corruption_check
 from megavis.training.faults.corruption_check import (
     CheckReplicas,
+    Disagreement,
     Losses,
     allowed_difference,
     checksum,
@@ -44,13 +45,16 @@ def test_checksum_matches_its_formula(monkeypatch):
 
 def test_disagreement_names_the_minority_rank():
     agreed = {"a": 1, "b": 2}
-    assert disagreement({f"rank {n}": agreed for n in range(3)}) == ""
+    assert disagreement({f"rank {n}": agreed for n in range(3)}) == Disagreement()
     prints = {"rank 0": agreed, "rank 1": {"a": 1, "b": 3}, "rank 2": agreed}
-    assert disagreement(prints) == "b on rank 1 differs from 2 others"
+    minority = Disagreement("b on rank 1 differs from 2 others", frozenset({"rank 1"}))
+    assert disagreement(prints) == minority
     # Parts held by a single rank are not compared.
-    assert disagreement({"rank 0": {"c (part 0)": 1}, "rank 1": {"c (part 1)": 2}}) == ""
+    apart = {"rank 0": {"c (part 0)": 1}, "rank 1": {"c (part 1)": 2}}
+    assert disagreement(apart) == Disagreement()
     two = disagreement({"rank 0": {"a": 1}, "rank 1": {"a": 2}})
-    assert two == "a differs between rank 0, rank 1: which is right is unknown"
+    assert two.text == "a differs between rank 0, rank 1: which is right is unknown"
+    assert not two.wrong
 
 
 def engine_on(device, tensor_size, *, precision="bf16", deterministic=False):
@@ -77,17 +81,19 @@ def test_allowed_difference_covers_nccl_reductions(device, tensor_size, precisio
 def test_loss_disagreement_respects_the_tolerance():
     near = math.nextafter(2.0, 3.0)
     losses = {f"rank {n}": Losses(0, 2.0, 2.0) for n in range(3)} | {"rank 3": Losses(1, 5.0, 5.0)}
-    assert loss_disagreement(losses, 0.0) == ""
+    assert loss_disagreement(losses, 0.0) == Disagreement()
     other_order = losses | {"rank 1": Losses(0, near, 2.0)}
-    assert loss_disagreement(other_order, 1e-5) == ""
-    two = "two passes over the same images give two losses on rank 1"
+    assert loss_disagreement(other_order, 1e-5) == Disagreement()
+    first = frozenset({"rank 1"})
+    two = Disagreement("two passes over the same images give two losses on rank 1", first)
     assert loss_disagreement(other_order, 0.0) == two
-    wrong = "the loss in part 0 of the model on rank 1 differs from 2 others"
+    text = "the loss in part 0 of the model on rank 1 differs from 2 others"
+    wrong = Disagreement(text, first)
     assert loss_disagreement(losses | {"rank 1": Losses(0, near, near)}, 0.0) == wrong
     for loss in (2.1, math.inf, math.nan):
         assert loss_disagreement(losses | {"rank 1": Losses(0, loss, loss)}, 1e-5) == wrong
     lost = {name: Losses(0, math.nan, math.nan) for name in ("rank 0", "rank 1")}
-    assert loss_disagreement(lost, 0.0) == ""
+    assert loss_disagreement(lost, 0.0) == Disagreement()
 
 
 @pytest.mark.parametrize(
