@@ -262,8 +262,8 @@ class TrainingConfig(Section):
     sample_images: Positive = 8
     """Images per grid."""
     hang_timeout: AtLeast0 = 180.0
-    """Seconds that a step of several processes may take before the job is ended as hung; work
-    between two steps may take ten times as long. 0: no limit."""
+    """Seconds that a step of several processes may take before the job is ended as hung; each part
+    of the work between two steps may take ten times as long. 0: no limit."""
     spike_threshold: AtLeast0 = 0.0
     """A step is bad if its loss lies more than this many deviations (1.4826 times the median
     distance from the median) above the median of the good steps before it; 0: never."""

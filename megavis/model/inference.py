@@ -37,12 +37,19 @@ class Inference:
 
     Args:
         captures: whether single tokens may be decoded by CUDA graphs, which keep their memory.
+        before_pass: called before each pass of `predictions`, to see that many of them go on.
     """
 
     def __init__(
-        self, layers: LocalLayers, context: ParallelContext, *, captures: bool = True
+        self,
+        layers: LocalLayers,
+        context: ParallelContext,
+        *,
+        captures: bool = True,
+        before_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.layers, self.context, self.captures = layers, context, captures
+        self.before_pass = before_pass
 
     @torch.no_grad()
     def predictions(
@@ -63,6 +70,7 @@ class Inference:
                 sequence in generation need not divide.
             phase: run only the layers of this phase; None for all.
         """
+        self.before_pass()
         layers = None if phase is None else self.layers.of_phase(phase)
         with self.evaluating(), whole_tokens() if whole else contextlib.nullcontext():
             predictions = self._walk(inputs, cache, finish, layers=layers)

@@ -36,7 +36,7 @@ def train(
         metrics: writer of the main process; None on the others.
         finish: called last; it saves, so that no checkpoint has a step whose metrics are missing.
         watchdog: ends the job if a step takes too long. The first step, which includes warm-up, and
-            the work after a step may take ten times as long.
+            each part of the work after a step may take ten times as long.
     """
     if first_step == 0:
         # The untrained model is validated and sampled, since curves begin there. It is not saved: a
@@ -51,9 +51,10 @@ def train(
                 if step > first_step:
                     raise
                 raise _lack_of_memory(engine) from error
-        state = StepState(step + 1, last_step, loss, engine)
+        state = StepState(step + 1, last_step, loss, engine, renew=watchdog.renew)
         with watchdog.expect(f"what follows step {step + 1}", times=LONGEST_WINDOW):
             _after_step(state, callbacks, metrics)
+            state.renew()
             finish(state)
         if state.stop is not None:
             return
@@ -63,6 +64,7 @@ def _after_step(
     state: StepState, callbacks: Sequence[Callback], metrics: MetricsWriter | None
 ) -> None:
     for callback in callbacks:
+        state.renew()
         callback(state)
     if metrics is None:
         return

@@ -20,11 +20,12 @@ from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, ste
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state import save
 from megavis.cli import main
+from megavis.model.inference import Inference
 from megavis.parallel.launch import Launch, free_port
 from megavis.parallel.workers import WorkerError
 from megavis.training.engine import Engine
 from megavis.training.faults import watchdog
-from megavis.training.faults.watchdog import HUNG_EXIT_CODE
+from megavis.training.faults.watchdog import HUNG_EXIT_CODE, Watchdog
 from megavis.training.metrics import read_metrics
 
 pytestmark = pytest.mark.once
@@ -45,12 +46,18 @@ def run_command(launch: Launch, words: list[str], log: Path) -> None:
 class Job:
     """Two processes of a training run, and their logs."""
 
-    def __init__(self, server: Any, words: list[str], folder: Path) -> None:
+    def __init__(
+        self,
+        server: Any,
+        words: list[str],
+        folder: Path,
+        target: Callable[..., None] = run_command,
+    ) -> None:
         port = free_port()
         self.logs = [folder / f"rank-{rank}.log" for rank in range(2)]
         self.processes = [
             server.Process(
-                target=run_command, args=(Launch(rank, 2, rank, "127.0.0.1", port), words, log)
+                target=target, args=(Launch(rank, 2, rank, "127.0.0.1", port), words, log)
             )
             for rank, log in enumerate(self.logs)
         ]
@@ -75,8 +82,8 @@ def start(tiny_config: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     server.set_forkserver_preload(["megavis.training.trainer"])
     jobs: list[Job] = []
 
-    def begin(*words: str) -> Job:
-        jobs.append(Job(server, [str(tiny_config), f"output={tmp_path}", *words], tmp_path))
+    def begin(*words: str, target: Callable[..., None] = run_command) -> Job:
+        jobs.append(Job(server, [str(tiny_config), f"output={tmp_path}", *words], tmp_path, target))
         return jobs[-1]
 
     yield begin
@@ -151,6 +158,43 @@ def test_second_job_in_a_run_folder_is_refused(start: Callable[..., Job], tmp_pa
         first.wait(rank)
     start(*words)
     wait_for_line(tmp_path / "run" / "starts.jsonl", 2)
+
+
+def work_slowly(launch: Launch, words: list[str], log: Path) -> None:
+    """Run one process of `megavis train`; a pass outside of training takes 0.3 s.
+
+    What follows a step may take 3.6 s, where it does not go on.
+    """
+    expect, predictions = Watchdog.expect, Inference.predictions
+
+    def hurried(self: Watchdog, doing: str, *, times: int = 1) -> Any:
+        return expect(self, doing, times=0.02 if doing.startswith("what follows") else times)
+
+    def slow(*words: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return predictions(*words, **options)
+
+    Watchdog.expect, Inference.predictions = hurried, slow  # type: ignore[assignment,method-assign]
+    run_command(launch, words, log)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # 32 of 64 tokens are drawn, one in each pass.
+        ("training.sample_every=1", "training.sample_images=2"),
+        # 20 images on each process.
+        ("training.validate_every=2", "training.micro_batch_size=1", "training.batch_size=2"),
+    ],
+)
+def test_slow_work_that_goes_on_is_not_a_hang(
+    start: Callable[..., Job], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Started again, the run would come to the same work, and never get past it."""
+    short = ("training.steps=2", "schedule.warmup_steps=1")
+    job = start(*LONG, *short, *words, target=work_slowly)
+    assert [job.wait(rank) for rank in range(2)] == [0, 0], job.log(0)
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 2
 
 
 @pytest.mark.parametrize("hung", [0, 1])

@@ -51,6 +51,8 @@ class StepState:
     """Reason to end training now; set by a callback, equally on every process."""
     rolls_back: bool = False
     """Set by a callback with `stop`: the last steps are dropped, so this one is not saved."""
+    renew: Callable[[], None] = lambda: None
+    """Called by work in parts after each of them: a watchdog knows that it goes on."""
 
     @property
     def is_last(self) -> bool:

@@ -36,7 +36,6 @@ from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.sampling.pictures import Gallery, save_png
 from megavis.training.callbacks.callback import Callback, StepState
-from megavis.training.engine import Engine
 from megavis.training.metrics import MetricsWriter, read_metrics
 
 
@@ -62,7 +61,7 @@ class Validate:
         if state.is_due(self.every):
             with state.engine.evaluated():
                 # Before the first step there is nothing to save, so no need to hurry.
-                measured = self.measure(state.engine, may_break_off=state.step > 0)
+                measured = self.measure(state, may_break_off=state.step > 0)
             state.record.update({f"validation_{name}": v for name, v in measured.items()})
 
     def catch_up(
@@ -90,12 +89,13 @@ class Validate:
         if metrics is not None and state.record:
             metrics.amend(state.step, state.record)
 
-    def measure(self, engine: Engine, *, may_break_off: bool) -> dict[str, float]:
+    def measure(self, state: StepState, *, may_break_off: bool) -> dict[str, float]:
         """Return the mean loss over the held-out images, and the objective's other metrics.
 
         Called on every process. The result is empty if aborted; a metric of nothing, such as the
         objects found in images without any, is left out.
         """
+        engine = state.engine
         inference = Inference(engine.layers, engine.context)
         batches = evaluation_batches(
             self.dataset,
@@ -108,6 +108,7 @@ class Validate:
         # In float64, so that counts are exact: equal accuracies are equal however they are added.
         sums: dict[str, Tensor] = {}
         for batch in batches:
+            state.renew()
             if may_break_off and self.is_urgent():
                 return {}
             sequence = engine.objective.sequence(batch.to(engine.context.device))
@@ -166,7 +167,7 @@ class SampleImages:
         if self.num_images == 0:
             return
         engine = state.engine
-        pixels = self._drawn(engine)
+        pixels = self._drawn(state)
         # One process may have less free memory than others: all draw equally many images next time.
         if not engine.context.smallest(pixels is not None):
             self._draw_fewer(state)
@@ -180,10 +181,14 @@ class SampleImages:
                 text = f"WARNING: image grid of step {state.step} not written: {error}"
                 tqdm.write(f"{text}; training continues", file=sys.stderr)
 
-    def _drawn(self, engine: Engine) -> np.ndarray | None:
+    def _drawn(self, state: StepState) -> np.ndarray | None:
         """Return the grid; None if this process has too little memory for it."""
-        # CUDA graphs would keep their memory, which the next training step needs.
-        inference = Inference(engine.layers, engine.context, captures=False)
+        engine = state.engine
+        # CUDA graphs would keep their memory, which the next training step needs. Under ZeRO-3 each
+        # token gathers all weights again, so that a grid may take longer than anything else.
+        inference = Inference(
+            engine.layers, engine.context, captures=False, before_pass=state.renew
+        )
         examples = self.examples and self.examples.to(engine.context.device)
         try:
             with engine.evaluated():

@@ -30,7 +30,7 @@ HUNG_EXIT_CODE = 70
 """Exit code of a process that ended itself because the job hangs; EX_SOFTWARE in sysexits.h."""
 
 LONGEST_WINDOW = 10
-"""Multiple of the patience for the first step and for work between steps."""
+"""Multiple of the patience for the first step and for each part of the work between steps."""
 
 _BEAT_SECONDS = 1.0
 _SILENT_BEATS = 4
@@ -58,7 +58,8 @@ class Watchdog:
         self._stacks = stacks
         self._rank, self._size = context.world.rank, context.world.size
         self._patience = patience if self._size > 1 else 0.0
-        self._doing, self._deadline = "starting", float("inf")
+        self._doing = "starting"
+        self._window = self._deadline = float("inf")
         self._over = threading.Event()
         self._thread = _background(self._watch)
 
@@ -87,9 +88,14 @@ class Watchdog:
     @contextlib.contextmanager
     def expect(self, doing: str, *, times: int = 1) -> Iterator[None]:
         """Watch the block, which may take `times` the patience."""
-        self._doing, self._deadline = doing, time.monotonic() + times * self._patience
+        self._doing, self._window = doing, times * self._patience
+        self.renew()
         yield
-        self._deadline = float("inf")
+        self._window = self._deadline = float("inf")
+
+    def renew(self) -> None:
+        """Begin the window of `expect` again: a part of what it watches is done."""
+        self._deadline = time.monotonic() + self._window
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT_SECONDS):
