@@ -1,8 +1,6 @@
 """`python -m megavis`: the `megavis` command, where it is not on the PATH."""
 
-import sys
-
-from megavis.cli import main
+from megavis.cli import run_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

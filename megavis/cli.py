@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megavis import __version__
 from megavis.commands.terminal import complete, is_verbose, quietly, set_verbosity
@@ -115,6 +115,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(parsed, sys.argv[1:] if arguments is None else arguments)
     except (UserError, CorruptionError, UnfinishedError, OSError, KeyboardInterrupt) as error:
         return _explain(error, is_training=is_training)
+
+
+def run_process() -> NoReturn:
+    """Run the command that this process was started with, and end the process.
+
+    A failed process of a job ends at once, with its traceback written. Python would first close
+    what is open, and NCCL would wait for the other processes, which may be waiting for this one.
+    """
+    try:
+        code = main()
+    except Exception:
+        with contextlib.suppress(OSError):  # such as a full disk under the log
+            # torch's, where a job is open, names the rank.
+            sys.excepthook(*sys.exc_info())
+        code = 1
+    if code and _is_one_of_several():
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _is_one_of_several() -> bool:
+    """Return whether this process belongs to a job of several."""
+    with contextlib.suppress(UserError):  # An incomplete environment of a launcher.
+        return read_launch(os.environ).world_size > 1
+    return False
 
 
 def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
@@ -288,4 +316,4 @@ def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

@@ -41,7 +41,7 @@ from megavis.model.kernel_compiler import require_compiled
 from megavis.notebook import Run
 from megavis.parallel.context import (
     ParallelContext,
-    close_context,
+    leave_context,
     num_contexts,
     open_context,
 )
@@ -54,12 +54,13 @@ from megavis.parallel.launch import read_launch
 @contextlib.contextmanager
 def job_closed() -> Iterator[None]:
     """Close the job that the block creates, for example by opening a run, also after an error."""
-    before = num_contexts()
+    before, has_failed = num_contexts(), True
     try:
         yield
+        has_failed = False
     finally:
-        while num_contexts() > before:
-            close_context()
+        for _ in range(num_contexts() - before):
+            leave_context(has_failed=has_failed)
 
 
 def open_run(

@@ -404,6 +404,21 @@ def close_context() -> None:
         Init.param_id = 0
 
 
+def leave_context(*, has_failed: bool) -> None:
+    """Close the context that was opened last, unless that would not end.
+
+    NCCL destroys its groups only with all their processes. Others may be in a collective that waits
+    for one that has failed, which must then end with its groups open; see `cli.run_process`.
+    """
+    if not (has_failed and _waits_for_all()):
+        close_context()
+
+
+def _waits_for_all() -> bool:
+    """Return whether destroying the groups of the open context waits for other processes."""
+    return dist.is_initialized() and dist.get_backend() == "nccl" and dist.get_world_size() > 1
+
+
 def end_with_job(end: Callable[[], None]) -> None:
     """Register a function that ends an engine of this process's job; see `end_engines`."""
     _end_of_engine.append(end)

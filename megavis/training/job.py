@@ -20,8 +20,8 @@ from megavis.model.kernel_compiler import require_compiled
 from megavis.model.kernels import choose_kernels, chosen_kernels
 from megavis.parallel.context import (
     ParallelContext,
-    close_context,
     end_engines,
+    leave_context,
     open_context,
     require_device,
 )
@@ -69,7 +69,7 @@ def open_job(
             tf32=training.tf32,
             deterministic=training.deterministic,
         )
-        closing.callback(close_context)
+        closing.push(lambda failure, *_: leave_context(has_failed=failure is not None))
         require_compiled(context)
         yield context
         end_engines()  # Not after a failure: ending one waits for its device.

@@ -328,16 +328,15 @@ class WeightAverage:
     def in_place(self) -> Iterator[None]:
         """Use the average as the weights within the block. Collective over all processes.
 
-        Before the first step there is no average, and the weights are used.
+        Before the first step there is no average, and the weights are used. After an exception the
+        average stays: other processes do not come to gather the weights with one that has failed.
         """
         if not self.states.has(AVERAGE):
             yield
             return
         self._show(AVERAGE)
-        try:
-            yield
-        finally:
-            self._show("weight")
+        yield
+        self._show("weight")
 
     def _show(self, kind: TensorKind) -> None:
         for _, parameter in self.layers.named_parameters():

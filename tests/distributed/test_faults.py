@@ -1,6 +1,7 @@
 """Faults in training: signals, killed and hung processes, bad gradients, full disks."""
 
 import errno
+import functools
 import gc
 import multiprocessing
 import os
@@ -14,15 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from run_jobs import deterministic_metrics, train_run
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state import save
-from megavis.cli import main
+from megavis.cli import main, run_process
 from megavis.model.inference import Inference
 from megavis.parallel.launch import Launch, free_port
 from megavis.parallel.workers import WorkerError
+from megavis.training.callbacks.validation import Validate
 from megavis.training.engine import Engine
 from megavis.training.faults import watchdog
 from megavis.training.faults.watchdog import HUNG_EXIT_CODE, Watchdog
@@ -158,6 +161,55 @@ def test_second_job_in_a_run_folder_is_refused(start: Callable[..., Job], tmp_pa
         first.wait(rank)
     start(*words)
     wait_for_line(tmp_path / "run" / "starts.jsonl", 2)
+
+
+def fail_alone(launch: Launch, words: list[str], log: Path, *, place: str) -> None:
+    """Run one process of `megavis train`; rank 1 fails after its second step.
+
+    From then on its groups behave like NCCL's: destroying them waits for rank 0, which waits for
+    rank 1 in a collective.
+    """
+    destroy, has_failed = dist.destroy_process_group, []
+    dist.destroy_process_group = lambda: time.sleep(HANGS_AFTER) if has_failed else destroy()
+
+    def fail() -> None:
+        has_failed.append(True)
+        dist.get_backend = lambda *_: "nccl"
+        raise RuntimeError(f"a fault in {place}")
+
+    if launch.rank == 1 and place == "the step":
+        step = Engine.train_step
+        Engine.train_step = lambda engine, batches, number: (  # type: ignore[method-assign]
+            fail() if number == 2 else step(engine, batches, number)
+        )
+    elif launch.rank == 1:
+        measure = Validate.measure
+        Validate.measure = lambda self, state, **options: (  # type: ignore[method-assign]
+            fail() if options["may_break_off"] else measure(self, state, **options)
+        )
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    os.environ.update(launch.environment())
+    sys.argv = ["megavis", "train", *words, "--device", "cpu"]
+    run_process()
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("the step", ()),
+        # At the end of a validation, all processes gather the weights again.
+        ("validation", ("optimizer.ema_decay=0.9", "training.validate_every=2")),
+    ],
+)
+def test_process_that_fails_alone_says_why_and_ends(
+    start: Callable[..., Job], place: str, words: tuple[str, ...]
+) -> None:
+    job = start(*LONG, *words, target=functools.partial(fail_alone, place=place))
+    assert job.wait(1, seconds=120) == 1
+    assert f"RuntimeError: a fault in {place}\n" in job.log(1)
+    assert "[rank1]: Traceback (most recent call last)" in job.log(1)
+    assert job.wait(0) == 1
 
 
 def work_slowly(launch: Launch, words: list[str], log: Path) -> None:

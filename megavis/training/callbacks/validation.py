@@ -190,11 +190,12 @@ class SampleImages:
             engine.layers, engine.context, captures=False, before_pass=state.renew
         )
         examples = self.examples and self.examples.to(engine.context.device)
-        try:
-            with engine.evaluated():
+        # Caught inside: all processes gather the weights again at the end.
+        with engine.evaluated():
+            try:
                 return self.gallery.plot(inference, examples, num_images=self.num_images)
-        except torch.OutOfMemoryError:
-            return None
+            except torch.OutOfMemoryError:
+                return None
 
     def _draw_fewer(self, state: StepState) -> None:
         if torch.cuda.is_initialized():
