@@ -156,7 +156,7 @@ def build_paper(context, tmp_path):
     """Build a model of any paper from the text of a config; every weight random.
 
     `std` is the deviation of the weights: larger than at the start of training, so that what came
-    before matters. `visibility` takes the place of the paper's own.
+    before matters; None leaves the initial weights. `visibility` takes the place of the paper's own.
     """
     import torch
 
@@ -176,7 +176,8 @@ def build_paper(context, tmp_path):
         layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
         torch.manual_seed(0)
         for _, parameter in layers.named_parameters():
-            torch.nn.init.normal_(parameter, std=std)
+            if std is not None:
+                torch.nn.init.normal_(parameter, std=std)
         return objective, Inference(layers, context)
 
     return build_paper

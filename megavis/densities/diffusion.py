@@ -252,7 +252,8 @@ class _AncestralSampling(TokenSampler):
         process = self.density.process
         predicts_noise = process.predicts == "noise"
         if predicts_noise:
-            gamma = gamma.clamp(min=process.noise.on(gamma.device).smallest)
+            # x⁰ can be recovered only if x still contains some of it.
+            gamma = gamma.clamp(min=process.least_signal)
         inputs = torch.cat([with_gamma(noisy, gamma)] * self.num_lanes)
         given, *free = head.decode(output, inputs).float().chunk(self.num_lanes)
         guess, spread = given[..., : self.density.width], given[..., self.density.width :]
@@ -273,6 +274,7 @@ class DiffusionProcess:
         noise: the noise levels.
         predicts: whether the decoder predicts the clean patch or the noise.
         learns_variance: whether it predicts the variance of each step too; with cosine levels.
+        least_signal: if it predicts the noise, smallest γ in sampling from which x⁰ is estimated.
         value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
         temperature: multiplies the noise in sampling.
         noises_per_token: noisy copies of each patch in training.
@@ -282,6 +284,7 @@ class DiffusionProcess:
     noise: NoiseSpec
     predicts: Literal["clean", "noise"]
     learns_variance: bool
+    least_signal: float
     value_range: tuple[float, float] | None
     sampling_steps: int
     temperature: float
@@ -297,6 +300,7 @@ class DiffusionProcess:
             NoiseSpec(keys.noise, keys.noise_a, keys.noise_b, keys.noise_steps),
             keys.predicts,
             keys.learns_variance,
+            keys.least_signal,
             value_range,
             keys.sampling_steps,
             keys.sampling_temperature,

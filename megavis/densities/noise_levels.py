@@ -51,8 +51,6 @@ class BetaNoise:
     resolves both ends, and interpolated on the device.
     """
 
-    smallest = 1e-4
-    """With predicted noise, x⁰ can be recovered only if x still contains some of it."""
     tempers_start = True
     """Whether a temperature also scales the noise that sampling starts from."""
 
@@ -123,8 +121,6 @@ class CosineNoise:
         log_large: log β, likewise.
     """
 
-    smallest = 0.0
-    """All γ are above 0."""
     tempers_start = False
     """As in "Autoregressive Image Generation without Vector Quantization", section 3.2."""
 

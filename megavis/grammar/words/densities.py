@@ -115,7 +115,9 @@ class CorrelatedGaussian(DensityWord):
 class Diffusion(DensityWord):
     """A decoder that denoises tokens."""
 
-    sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
+    sampling_keys: ClassVar[frozenset[str]] = frozenset(
+        {"sampling_steps", "sampling_temperature", "least_signal"}
+    )
     is_noisy: ClassVar[bool] = True
 
     kind: Literal["diffusion"] = "diffusion"
@@ -151,6 +153,10 @@ class Diffusion(DensityWord):
     """Denoising steps; with `cosine` at most `noise_steps`, evenly spaced."""
     sampling_temperature: AtLeast0 = 1.0
     """Scales the noise of each sampling step, and with `beta` the initial noise too."""
+    least_signal: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    """With predicted noise: smallest γ that sampling uses for an estimate of the clean token, whose
+    error is that of the noise times √(1 / γ - 1). A value below all γ of the schedule has no effect.
+    """
 
     @property
     def reads_places(self) -> bool:

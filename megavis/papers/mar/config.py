@@ -9,13 +9,15 @@ Details not in the paper follow the released code: learned positions of tokens a
 encoder, in the decoder and before the MLP, and a norm of the encoder's input; a normal distribution
 of the masking ratio; four noisy copies of each token; a learned variance, trained by the
 variational bound. The code draws one ratio for all images on a GPU; here each image has its own
-ratio and the same weight in the loss.
+ratio and the same weight in the loss. It divides by a γ of 2e-9; see `least_signal`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from megavis.config.schema import Fraction, Positive, RunConfig
 from megavis.config.section import Above0, AtLeast0
@@ -34,7 +36,9 @@ from megavis.grammar.words import (
 class MARConfig(PaperConfig):
     """Config keys of MAR."""
 
-    sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
+    sampling_keys: ClassVar[frozenset[str]] = frozenset(
+        {"sampling_steps", "sampling_temperature", "least_signal"}
+    )
 
     names: ClassVar[Mapping[str, str | Renamed]] = {
         "reads.patch_size": "downsampling",
@@ -81,6 +85,10 @@ class MARConfig(PaperConfig):
     """Denoising steps in generation, out of 1,000 in training (section 4.1)."""
     sampling_temperature: AtLeast0 = 1.0
     """τ, which scales the noise of each denoising step (section 3.2)."""
+    least_signal: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    """Smallest γ, the signal's share of the power, that generation divides by. 1e-12 is the process
+    of the released code, whose first step of 100 multiplies errors of the predicted noise by 316:
+    its images are black until the network has converged."""
 
     def grammar(self, run: RunConfig) -> Grammar:
         """Return the model of section 4."""
@@ -109,6 +117,7 @@ class MARConfig(PaperConfig):
                 learns_variance=True,
                 sampling_steps=self.sampling_steps,
                 sampling_temperature=self.sampling_temperature,
+                least_signal=self.least_signal,
             ),
             condition=Labels(
                 num_classes=self.num_classes, count=self.class_rows, dropout=self.label_dropout

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.once
 CPU = torch.device("cpu")
 STEPS, DEPTH, WIDTH, VALUES = 50, 2, 24, 4
 LEARNED = "learns_variance: true"
+RELEASED = "1e-12"
+"""A `least_signal` below every γ of a schedule, as in the released code."""
 MASKED = "schedule: {kind: masked, mask_ratio: 0.5}"
 BRIDGE = "asks: {kind: visible, decoder: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}"
 CONTEXT = "schedule: {kind: context, mask_ratio: 0.5}"
@@ -32,7 +34,8 @@ def density(*words, decoder="modulated_mlp", predicts="noise", wide=True):
     extra = "".join(f", {word}" for word in more)
     return (
         f"density: {{kind: diffusion, decoder: {decoder}, decoder_layers: {DEPTH}, noise: cosine,"
-        f" noise_steps: {STEPS}, sampling_steps: 5, predicts: {predicts}{extra}}}"
+        f" noise_steps: {STEPS}, sampling_steps: 5, least_signal: {RELEASED}, predicts:"
+        f" {predicts}{extra}}}"
     )
 
 

@@ -78,7 +78,8 @@ def test_loss_equals_the_released_equations(make):
 def test_samples_equal_the_released_loop(make, tmp_path, monkeypatch, rounds, scale):
     """Rounds along an order, with guidance that grows linearly; all noise is zero."""
     tensors = released()
-    objective, inference = make("objective.sampling_steps=5")
+    # As in the released code, the first step divides by a γ near 0.
+    objective, inference = make("objective.sampling_steps=5", "objective.least_signal=1e-12")
     copy_named(inference, ours(tensors))
 
     def zeros(self, purpose, count):
@@ -106,6 +107,50 @@ def test_samples_equal_the_released_loop(make, tmp_path, monkeypatch, rounds, sc
             masked = left
         expected = latents[order[image]]
         torch.testing.assert_close(found[image], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_little_training_draws_what_was_seen(build_paper, tmp_path):
+    """The first step of generation does not multiply the errors of a network that is not converged.
+
+    A latent is s · (1, t) and noise of deviation 0.2, with a random sign s that an image's latents
+    share, and t = 1 or -1 by its class.
+    """
+    text = tiny(
+        "{name: mar, latent_channels: 2, downsampling: 4, num_classes: 2, class_rows: 2,"
+        " denoiser_layers: 2, denoiser_width: 64, least_masking: 0.25, sampling_steps: 50,"
+        " decoder: {num_layers: 2, hidden_size: 48, num_attention_heads: 2}}",
+        model={**VIT, "num_layers": 2, "hidden_size": 48, "num_attention_heads": 2},
+        data={"image_size": 8},
+    )
+    objective, inference = build_paper(text, std=None)
+    modules = torch.nn.ModuleList(inference.layers.modules)
+    optimizer = torch.optim.Adam(modules.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    count, generator = 128, torch.Generator().manual_seed(0)
+    for step in range(200):
+        labels, signs = torch.randint(2, (2, count), generator=generator)
+        latents = directions(labels) * (2.0 * signs - 1)[:, None, None]
+        latents = latents + 0.2 * torch.randn(count, 4, 2, generator=generator)
+        index = torch.arange(step * count, (step + 1) * count)
+        sequence = objective.training_sequence(
+            Batch(latents.transpose(1, 2).unflatten(2, (2, 2)), labels, index)
+        )
+        loss = objective.loss(run_layers(modules, sequence.inputs), sequence.targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    labels = torch.arange(count) % 2
+    sampler = Sampler(inference, objective, tmp_path, {"rounds": 4})
+    found = sampler.tokens(torch.arange(count), conditions={"labels": labels})
+    signs = (found * directions(labels)).mean(-1).sign()
+    assert (signs.sum(1).abs() == 4).double().mean() > 0.95
+    deviation = (found - signs[..., None] * directions(labels)).std()
+    assert 0.1 < deviation < 0.3
+    assert 0.3 < (signs > 0).double().mean() < 0.7
+
+
+def directions(labels):
+    """Return (1, 1) for class 0 and (1, -1) for class 1: `[b, 1, 2]`."""
+    return torch.stack([torch.ones(len(labels)), 1.0 - 2.0 * labels], dim=1)[:, None]
 
 
 def test_hidden_latents_do_not_reach_the_known_ones(make):
