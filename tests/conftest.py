@@ -156,7 +156,7 @@ def build_paper(context, tmp_path):
     """Build a model of any paper from the text of a config; every weight random.
 
     `std` is the deviation of the weights: larger than at the start of training, so that what came
-    before matters; None leaves the initial weights. `visibility` takes the place of the paper's own.
+    before matters; None keeps the initial weights. `visibility` takes the place of the paper's own.
     """
     import torch
 
