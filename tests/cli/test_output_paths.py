@@ -121,9 +121,8 @@ def test_results_need_a_writable_run(capsys, words, way):
         (["classes", "--train", "absent", "--images", "absent"], "classes"),
     ],
 )
-def test_default_places_are_checked_before_the_work(tmp_path, capsys, monkeypatch, words, kind):
+def test_default_places_are_checked_before_the_work(capsys, words, kind):
     """Results lie next to the samples, here in a folder of the system."""
-    monkeypatch.chdir(tmp_path)
     assert main(["evaluate", words[0], "/proc/self/cwd", *words[1:], "--device", "cpu"]) == 2
     written = f"/proc/self/cwd.{kind}.json"
     assert f"error: {written}: nothing can be written there" in capsys.readouterr().err

@@ -48,8 +48,10 @@ def write_config(shards, image_shards, tmp_path_factory):
 
 
 def held_out_of(config):
-    """Return shards in the form of the run's, which need not be held out where it is untrained."""
-    return config.data.validation or config.data.train_sources[0].path
+    """Return shards in the form of the run's: others than its training data, if there are any."""
+    train = Path(config.data.train_sources[0].path)
+    beside = train.with_name("validation")
+    return config.data.validation or str(beside if beside.exists() else train)
 
 
 @pytest.fixture

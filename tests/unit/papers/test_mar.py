@@ -126,7 +126,7 @@ def test_little_training_draws_what_was_seen(build_paper, tmp_path):
     modules = torch.nn.ModuleList(inference.layers.modules)
     optimizer = torch.optim.Adam(modules.parameters(), lr=3e-3, betas=(0.9, 0.95))
     count, generator = 128, torch.Generator().manual_seed(0)
-    for step in range(200):
+    for step in range(150):
         labels, signs = torch.randint(2, (2, count), generator=generator)
         latents = directions(labels) * (2.0 * signs - 1)[:, None, None]
         latents = latents + 0.2 * torch.randn(count, 4, 2, generator=generator)
