@@ -128,6 +128,13 @@ def test_default_places_are_checked_before_the_work(capsys, words, kind):
     assert f"error: {written}: nothing can be written there" in capsys.readouterr().err
 
 
+def test_result_of_detection_is_no_picture(tmp_path, capsys):
+    """The picture is written next to it, with the same name."""
+    words = ["evaluate", "detection", str(tmp_path), "--out", str(tmp_path / "found.png")]
+    assert main(words) == 2
+    assert "found.png: the name of the file must end in .json" in capsys.readouterr().err
+
+
 def test_missing_permission_is_one_line(tmp_path, capsys, monkeypatch):
     def refused(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

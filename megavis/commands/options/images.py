@@ -331,10 +331,18 @@ def _add_detection(verbs: Any) -> None:
     parser.add_argument(
         "--batch-size", type=positive, default=4, help="images per batch; default: 4"
     )
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="where to write the result")
+    parser.add_argument("--out", type=_json_file, metavar="FILE", help="where to write the result")
     add_precision(parser)
     add_layout_argument(parser)
     parser.set_defaults(run="detection:evaluate")
+
+
+def _json_file(text: str) -> Path:
+    """Parse the path of a JSON file to write, next to which a picture gets its name."""
+    path = output_file(text)
+    if path.suffix != ".json":
+        raise argparse.ArgumentTypeError(f"{path}: the name of the file must end in .json")
+    return path
 
 
 def _add_watch(verbs: Any) -> None:
