@@ -43,7 +43,7 @@ from megavis.evaluation.images.generation import (
     compare,
     read_statistics,
 )
-from megavis.evaluation.images.results import SamplesResult
+from megavis.evaluation.images.results import SamplesResult, measured_by
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import HeldOutSplit, score_layers
 from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
@@ -95,10 +95,14 @@ def _waiting_steps(
     args: argparse.Namespace, distance: SampleFID | None, seen: set[int]
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the steps of checkpoints to evaluate, and what to measure, polling after each."""
+    path = args.run_folder / "evaluation" / RESULTS_NAME
+    wanted = WatchedCheckpoint(step=0, seconds=0.0, **_settings(args)).settings
     while True:
+        records = WatchedCheckpoint.read(path) if path.exists() else []
+        records = [record for record in records if record.settings == wanted]
         newest, last = _newest_step(args.run_folder), _last_step(args.run_folder)
         missing = (
-            (step, _missing(args, step, distance))
+            (step, _missing(args, step, records, distance))
             for step in saved_steps(args.run_folder)
             if step <= newest and step not in seen and (step % args.every == 0 or step == last)
         )
@@ -108,15 +112,14 @@ def _waiting_steps(
         yield waiting
 
 
-def _missing(args: argparse.Namespace, step: int, distance: SampleFID | None) -> list[str]:
-    """Return the measures that no earlier watch with these options has recorded for a step."""
-    path = args.run_folder / "evaluation" / RESULTS_NAME
-    wanted = WatchedCheckpoint(step=step, seconds=0.0, **_settings(args)).settings
-    records = [
-        record
-        for record in (WatchedCheckpoint.read(path) if path.exists() else [])
-        if record.step == step and record.settings == wanted
-    ]
+def _missing(
+    args: argparse.Namespace,
+    step: int,
+    records: Sequence[WatchedCheckpoint],
+    distance: SampleFID | None,
+) -> list[str]:
+    """Return the measures of a step that are in none of the records, which have these options."""
+    records = [record for record in records if record.step == step]
 
     def is_measured(name: str) -> bool:
         if name == "samples":
@@ -322,9 +325,8 @@ class SampleFID:
         Its seed is among `WatchedCheckpoint.settings`.
         """
         found, reference = record.distance_of or "", self._reference
-        of = f", network {self._network.about}, reference {reference.source}"
-        of += f" {reference.sha256[:8]} ("
-        return found.startswith(f"N {self._num_images} of ") and of in found
+        of = measured_by(self._network.about, reference.source, reference.sha256)
+        return found.startswith(f"N {self._num_images} of ") and f", {of} (" in found
 
     def measure(self, opened: Run) -> SamplesResult:
         """Generate images with the defaults of `megavis sample RUN` and compare them."""

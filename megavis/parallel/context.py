@@ -410,13 +410,9 @@ def leave_context(*, has_failed: bool) -> None:
     NCCL destroys its groups only with all their processes. Others may be in a collective that waits
     for one that has failed, which must then end with its groups open; see `cli.run_process`.
     """
-    if not (has_failed and _waits_for_all()):
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    if not (has_failed and is_nccl and dist.get_world_size() > 1):
         close_context()
-
-
-def _waits_for_all() -> bool:
-    """Return whether destroying the groups of the open context waits for other processes."""
-    return dist.is_initialized() and dist.get_backend() == "nccl" and dist.get_world_size() > 1
 
 
 def end_with_job(end: Callable[[], None]) -> None:

@@ -176,9 +176,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        # A kill may leave an incomplete last line.
-        with contextlib.suppress(json.JSONDecodeError):
+    for line in path.read_bytes().splitlines():
+        # A kill may leave an incomplete last line, and a loss of power damaged ones.
+        with contextlib.suppress(ValueError):
             records.append(from_json(line))
     return [record for record in records if isinstance(record, dict)]
 

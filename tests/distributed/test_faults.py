@@ -169,24 +169,29 @@ def fail_alone(launch: Launch, words: list[str], log: Path, *, place: str) -> No
     From then on its groups behave like NCCL's: destroying them waits for rank 0, which waits for
     rank 1 in a collective.
     """
-    destroy, has_failed = dist.destroy_process_group, []
-    dist.destroy_process_group = lambda: time.sleep(HANGS_AFTER) if has_failed else destroy()
+    destroy, step, measure = dist.destroy_process_group, Engine.train_step, Validate.measure
+    patch, has_failed = pytest.MonkeyPatch(), []
 
     def fail() -> None:
         has_failed.append(True)
-        dist.get_backend = lambda *_: "nccl"
+        patch.setattr(dist, "get_backend", lambda *_: "nccl")
         raise RuntimeError(f"a fault in {place}")
 
+    def failing_step(engine: Engine, batches: Any, number: int) -> Any:
+        return fail() if number == 2 else step(engine, batches, number)
+
+    def failing_measure(self: Validate, state: Any, *, may_break_off: bool) -> Any:
+        return fail() if may_break_off else measure(self, state, may_break_off=may_break_off)
+
+    patch.setattr(
+        dist,
+        "destroy_process_group",
+        lambda: time.sleep(HANGS_AFTER) if has_failed else destroy(),
+    )
     if launch.rank == 1 and place == "the step":
-        step = Engine.train_step
-        Engine.train_step = lambda engine, batches, number: (  # type: ignore[method-assign]
-            fail() if number == 2 else step(engine, batches, number)
-        )
+        patch.setattr(Engine, "train_step", failing_step)
     elif launch.rank == 1:
-        measure = Validate.measure
-        Validate.measure = lambda self, state, **options: (  # type: ignore[method-assign]
-            fail() if options["may_break_off"] else measure(self, state, **options)
-        )
+        patch.setattr(Validate, "measure", failing_measure)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     torch.set_num_threads(1)
     os.environ.update(launch.environment())
@@ -226,8 +231,10 @@ def work_slowly(launch: Launch, words: list[str], log: Path) -> None:
         time.sleep(0.3)
         return predictions(*words, **options)
 
-    Watchdog.expect, Inference.predictions = hurried, slow  # type: ignore[assignment,method-assign]
-    run_command(launch, words, log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watchdog, "expect", hurried)
+        patch.setattr(Inference, "predictions", slow)
+        run_command(launch, words, log)
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,7 @@ def _check_sample(args: argparse.Namespace) -> None:
         raise UserError("--num-images, --completions and --per-class must be at least 1")
     written = ".json" if args.moments else ".png"
     for option, path, suffix in (("--out", args.out, written), ("--npz", args.npz, ".npz")):
-        if path is not None and path.suffix != suffix:
-            raise UserError(f"{option} {path}: the name of the file must end in {suffix}")
+        _require_suffix(path, option, suffix)
 
 
 def _add_classes(parser: argparse.ArgumentParser) -> None:
@@ -331,18 +330,19 @@ def _add_detection(verbs: Any) -> None:
     parser.add_argument(
         "--batch-size", type=positive, default=4, help="images per batch; default: 4"
     )
-    parser.add_argument("--out", type=_json_file, metavar="FILE", help="where to write the result")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="where to write the result")
     add_precision(parser)
     add_layout_argument(parser)
-    parser.set_defaults(run="detection:evaluate")
+    # A picture is written next to it, with the same name.
+    parser.set_defaults(
+        run="detection:evaluate", check=lambda args: _require_suffix(args.out, "--out", ".json")
+    )
 
 
-def _json_file(text: str) -> Path:
-    """Parse the path of a JSON file to write, next to which a picture gets its name."""
-    path = output_file(text)
-    if path.suffix != ".json":
-        raise argparse.ArgumentTypeError(f"{path}: the name of the file must end in .json")
-    return path
+def _require_suffix(path: Path | None, option: str, suffix: str) -> None:
+    """Raise UserError unless the file of an option, if it was given, has the suffix."""
+    if path is not None and path.suffix != suffix:
+        raise UserError(f"{option} {path}: the name of the file must end in {suffix}")
 
 
 def _add_watch(verbs: Any) -> None:

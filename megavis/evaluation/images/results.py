@@ -106,10 +106,15 @@ class SamplesResult(Result):
         known = self.reference.num_images
         count = "of another tool, N unknown" if known is None else f"N {known}"
         return (
-            f"N {self.samples.num_images} of {self.samples.source}, network {self.network},"
-            f" reference {self.reference.source} {self.reference.sha256[:8]} ({count}), resize"
-            f" {self.network.resize}"
+            f"N {self.samples.num_images} of {self.samples.source},"
+            f" {measured_by(self.network, self.reference.source, self.reference.sha256)} ({count}),"
+            f" resize {self.network.resize}"
         )
+
+
+def measured_by(network: NetworkName, reference: str, sha256: str) -> str:
+    """Return network and reference of a distance, as `SamplesResult.conditions` names them."""
+    return f"network {network}, reference {reference} {sha256[:8]}"
 
 
 @dataclass(frozen=True)
