@@ -235,8 +235,8 @@ def list_parquet(
 
     Args:
         split: `all`, one after which files are named, or one to make by a hash of the names.
-        held_out: instead of `split`, files of test images, or else of validation images, if
-            there are others beside them.
+        held_out: ignore `split` where files of several splits are present, and read those of
+            the test split, or without one those of the validation split.
         class_names: the numbering of another data set's classes.
         only: names of the classes to keep, which are numbered in order of their names.
         image_column: by default the only one with bytes.

@@ -189,7 +189,7 @@ class Latents(Vectors):
         self.shape_keys = f"({key('channels')}, data.image_size / {key('patch_size')})"
         self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
         self.scale = scale
-        # The density of scaled latents is that of latents divided by the scale.
+        # Scaling changes densities, so numbers with different scales are not comparable.
         self.dimension = "number of the VAE's latents" + f" times {scale:g}" * (scale != 1)
         self.run_folder, self.beta, self.image_size = tokenizer, beta, image_size
         self.grid, self.width = (side, side // stacked), channels * stacked

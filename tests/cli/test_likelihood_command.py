@@ -81,7 +81,7 @@ def test_likelihood_matches_the_density(run_folder, capsys):
     ("scale", "dimension"), [(1.0, "latents"), (0.2325, "latents times 0.2325")]
 )
 def test_dimension_names_the_scale_of_latents(scale, dimension):
-    """A density of scaled latents is comparable only with that of others of the same scale."""
+    """Scaling latents changes their density, so results are comparable only at the same scale."""
     sizes = {"channels": 4, "side": 4, "stacked": 1, "seed": 0, "image_size": 16}
     latents = Latents(scale=scale, tokenizer=None, beta=None, **sizes)
     assert latents.dimension == f"number of the VAE's {dimension}"

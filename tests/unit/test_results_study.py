@@ -268,7 +268,7 @@ def test_what_has_been_made_anew_is_evaluated_again(stub):
         tasks, said = [training(steps), probe, likelihood], []
         driver.run_tasks(tasks, stub, say=said.append)
         assert said == [f"$ {each}" for each in tasks] * is_new
-    # Nor does the result of another command count as that of this one.
+    # A result of the same command with other options is not reused either.
     said.clear()
     more = task("probe", "runs/a", "--train-images", "50000", "one")
     driver.run_tasks([training(20), more, likelihood], stub, say=said.append)

@@ -154,8 +154,8 @@ class Diffusion(DensityWord):
     sampling_temperature: AtLeast0 = 1.0
     """Scales the noise of each sampling step, and with `beta` the initial noise too."""
     least_signal: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """With predicted noise: smallest γ from which sampling estimates the clean token. The error of
-    the estimate is that of the noise times √(1 / γ - 1)."""
+    """With predicted noise: sampling treats γ as at least this when it estimates the clean token,
+    since that divides errors of the noise by √γ."""
 
     @property
     def reads_places(self) -> bool:

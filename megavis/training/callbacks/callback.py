@@ -52,7 +52,8 @@ class StepState:
     rolls_back: bool = False
     """Set by a callback with `stop`: the last steps are dropped, so this one is not saved."""
     renew: Callable[[], None] = lambda: None
-    """Called by work in parts after each of them: a watchdog knows that it goes on."""
+    """Callbacks that do long work in parts call this for each part, so that the watchdog does not
+    mistake them for a hang."""
 
     @property
     def is_last(self) -> bool:

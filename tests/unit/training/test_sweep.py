@@ -88,7 +88,7 @@ def test_sweep_resumes_finished_points(config, capsys):
     capsys.readouterr()
     assert main(["sweep", str(config), "seed=1", *GRID, "--device", "cpu"]) == 2
     assert "this run was started with seed 0" in capsys.readouterr().err
-    # Nor those of other settings, neither in training nor in a plot of what there is.
+    # Results of other settings must not count either, in training or with --plot.
     for words in ([], ["--plot"]):
         other = ["optimizer.weight_decay=0.1", "--measure", "loss"]
         assert main([*command, *other, *words]) == 2

@@ -167,7 +167,7 @@ def test_images_that_the_classifier_was_fitted_on_are_refused(folders, capsys):
     ],
 )
 def test_a_run_of_other_classes_is_refused(folders, tmp_path, capsys, objective, reason):
-    """Its images take turns among its own classes, not among those of the shards."""
+    """Its images cycle through its own classes, not through those of the shards."""
     run = tmp_path / "run"
     (run / "samples").mkdir(parents=True)
     keys = f"{{name: givt, latent_channels: 4, downsampling: 4, num_components: 3, {objective}}}"
