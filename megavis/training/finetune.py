@@ -46,8 +46,9 @@ from megavis.evaluation.results import (
 from megavis.grammar.same_run import check_same_words, source_differences
 from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
-from megavis.training.callbacks.validation import EarlyStopping
+from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.engine import Engine
+from megavis.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,18 +113,31 @@ class Finetuning:
         return cls(objective, config.folder, class_names, len(train), *parts, stopping)
 
     def check_results(self) -> None:
-        """Raise UserError if the run has results on other images than `data.validation`."""
+        """Raise UserError if accuracies of the run are of other images than `data.validation`."""
         path, folder = self._results["selection"], self.validation.directory
-        before = FinetuneResult.read(path).data if path.exists() else str(folder)
-        if hold_other_samples(before, folder):
-            other = "choose another name, or restore the folder"
+        other = "choose another name, or restore the folder"
+        if path.exists():
+            before: str | None = FinetuneResult.read(path).data
+            use = f"with which this run has chosen its step ({path})"
             if self.objective.settings.task == "classes":
                 other += f"; `megavis ensemble {self.folder} --images {folder}` classifies them"
-            raise UserError(
-                f"{folder} holds other images than {before}, with which this run has chosen its"
-                f" step ({path}): {other}",
-                key="data.validation",
+        else:
+            before, use = (
+                self._validated_on(),
+                "on which this run has measured its accuracies so far",
             )
+        if before is not None and hold_other_samples(before, folder):
+            raise UserError(
+                f"{folder} holds other images than {before}, {use}: {other}", key="data.validation"
+            )
+
+    def _validated_on(self) -> str | None:
+        """Return the images of the accuracies with which a resumed run continues, if it has any."""
+        resumes_at = max(saved_steps(self.folder), default=0)
+        history = accuracy_history(read_metrics(self.folder))
+        if not any(step <= resumes_at for step, _ in history):
+            return None
+        return load_run_config(self.folder).data.validation
 
     def resume(self, step: int, context: ParallelContext) -> None:
         """Restore the state after `step` steps; if training continues, remove earlier results."""

@@ -185,7 +185,7 @@ class Trainer:
         )
         save = SaveCheckpoint(
             config.checkpoint,
-            functools.partial(self._snapshot, bad_steps=bad_steps),
+            functools.partial(self._snapshot, bad_steps=bad_steps, start=start),
             published=self._prune,
             prepare=lambda: reserve_copies(self.copies, engine.layers, engine.states, context),
         )
@@ -270,7 +270,7 @@ class Trainer:
         hardware = WatchHardware(settings.log_every)
         # Hardware first: it measures the wait for the device, which is over once `log` has read the
         # loss.
-        callbacks: list[Callback] = [hardware, log, save.record_stall, replaced]
+        callbacks: list[Callback] = [hardware, log, save.record_stall, save.request_retry, replaced]
         if compiles_blocks(self.context.device):
             callbacks.insert(0, ReportCompilation(self.context))
         if validate is not None:
@@ -330,7 +330,9 @@ class Trainer:
             record_rollback(metrics, self.config.folder, start)
         return metrics
 
-    def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
+    def _snapshot(
+        self, state: StepState, *, bad_steps: WatchBadSteps, start: CheckpointManifest | None
+    ) -> Snapshot:
         engine = state.engine
         progress = TrainingProgress(
             step=state.step,
@@ -340,6 +342,7 @@ class Trainer:
             data=self.train_data.manifest.content,
             classes=self.objective.classes_of(self.train_data.manifest),
             words=words_of(self.config),
+            origin=start.origin if start else None,
             loss_scale=engine.loss_scale(),
             batches_skipped=bad_steps.batches_skipped,
             losses=bad_steps.judge.history,

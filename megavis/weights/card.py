@@ -47,19 +47,21 @@ def model_card(
         "tags": ["megavis", paper],
     }
     kind = "fine-tuned" if run.config.finetune is not None else "trained"
+    found = None if run.checkpoint is None else read_manifest(run.checkpoint).origin
     origin = (
-        f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}.\n"
+        f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}."
     )
     if is_released(run):
-        found = None if run.checkpoint is None else read_manifest(run.checkpoint).origin
         origin = (
             f"Released weights, which megavis has not trained, as a run of `{paper}`: {total:,}"
-            f" parameters. They came from {found or 'a place that was not recorded'}.\n"
+            f" parameters. They came from {found or 'a place that was not recorded'}."
         )
+    elif found is not None:
+        origin += f" Its training began with released weights, which came from {found}."
     lines = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {name}\n",
-        origin,
+        f"{origin}\n",
         f"## Use\n\n```python\n{use.strip()}\n```\n",
         "## Data\n",
         *_table(_data(run)),

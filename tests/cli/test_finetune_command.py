@@ -107,6 +107,25 @@ def test_results_do_not_count_as_those_of_other_images(config, capsys, tmp_path,
     assert (tmp_path / "tuned" / "config.yaml").read_text() == kept
 
 
+def test_accuracies_on_other_images_are_not_continued(config, capsys, tmp_path, shard_folders):
+    words = [f"output={tmp_path}", "training.steps=4", "checkpoint.every=2"]
+    words += ["training.validate_every=1"]
+    assert main(["finetune", str(config), *words, "--device", "cpu"]) == 0
+    # As if it had been killed after step 2.
+    shutil.rmtree(tmp_path / "tuned" / "evaluation")
+    shutil.rmtree(step_folder(tmp_path / "tuned", 4))
+    capsys.readouterr()
+    other, before = shard_folders / "selection", shard_folders / "validation"
+    message = refused(capsys, config, *words, f"data.validation={other}")
+    said = (
+        f"{other} holds other images than {before}, on which this run has measured its accuracies"
+    )
+    assert f"data.validation: {said} so far: choose another name" in message
+    shutil.rmtree(tmp_path / "tuned" / "checkpoints")
+    again = ["finetune", str(config), *words, f"data.validation={other}", "--device", "cpu"]
+    assert main(again) == 0
+
+
 def test_extended_finetuning_replaces_its_results(config, capsys, tmp_path, monkeypatch):
     def finetune(steps):
         words = [f"output={tmp_path}", f"training.steps={steps}", "training.validate_every=10"]

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megavis
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest, write_manifest
 from megavis.cli import main
 from megavis.parallel.context import close_context
 
@@ -161,3 +163,17 @@ def test_missing_config_is_an_error(tmp_path, capsys):
     assert main(words) == 2
     assert "config.json: missing" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_the_origin_of_the_weights_that_it_trains_further(train_small, tmp_path):
+    folder = train_small(tmp_path, "training.steps=1")
+    checkpoint = latest_checkpoint(folder)
+    imported = read_manifest(checkpoint).model_copy(update={"origin": "a released file"})
+    write_manifest(checkpoint, imported)
+    train_small(tmp_path, "training.steps=2")
+    newest = read_manifest(latest_checkpoint(folder))
+    assert (newest.step, newest.origin) == (2, "a released file")
+    out = tmp_path / "out"
+    assert main(["export", str(folder), "--to", "huggingface", str(out)]) == 0
+    expected = "Its training began with released weights, which came from a released file."
+    assert expected in (out / "README.md").read_text()

@@ -135,7 +135,7 @@ class CheckpointManifest(_Part):
     """The paper in words, which give the weights their meaning; None for an autoencoder, and in
     checkpoints from before words were recorded."""
     origin: str | None = None
-    """Where imported weights came from, in words; None for weights that megavis trained."""
+    """Where the imported weights that a run began with came from, in words; None for others."""
     layout: dict[str, int]
     """Layout of the job that saved it; informational, not needed for loading."""
     files: dict[str, StoredFile]

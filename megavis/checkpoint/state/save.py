@@ -57,6 +57,7 @@ class TrainingProgress:
     data: str | None = None
     classes: tuple[str, ...] = ()
     words: Mapping[str, Any] | None = None
+    origin: str | None = None
     loss_scale: LossScale | None = None
     batches_skipped: int = 0
     losses: LossHistory = LossHistory()

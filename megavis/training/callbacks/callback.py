@@ -80,6 +80,8 @@ class Callback(Protocol):
 _VALIDATED = ("validation_loss", "validation_accuracy")
 _OF_TRAINING = ("lr", "grad_norm", "samples_per_s")
 _STEPS_PER_COLLECTION = 200
+_RETRIES = 10
+"""Attempts to save until the next step that is due."""
 _MAX_NAMED = 20
 """Names printed per process; further ones are only counted."""
 
@@ -263,9 +265,9 @@ class SaveCheckpoint:
     """Saves the checkpoints that are due, that a callback requests, and the last one.
 
     Training waits while weights and states are copied to host memory; a thread then writes them. A
-    failed write is counted in `failures` and reported, and training continues, except at the end.
-    `stalled` are the seconds in which neither host nor device trained. Creation is collective over
-    all processes.
+    failed write is counted in `failures` and reported, and training continues, except at the end; a
+    tenth of `checkpoint.every` later, a newer step is saved instead. `stalled` are the seconds in
+    which neither host nor device trained. Creation is collective over all processes.
 
     Args:
         saving: determines when a checkpoint is due.
@@ -288,7 +290,12 @@ class SaveCheckpoint:
         self._agreement = AsyncFlag()
         self._snapshot: Snapshot | None = None
         self._writer: Thread | None = None
+        self._retry_at: int | None = None
         self.stalled = self._unrecorded = 0.0
+
+    def request_retry(self, state: StepState) -> None:
+        """Request a checkpoint in place of one that could not be written; a callback."""
+        state.wants_checkpoint |= state.step == self._retry_at
 
     def __call__(self, state: StepState) -> None:
         """Save if due, and publish checkpoints that all processes have written."""
@@ -299,13 +306,13 @@ class SaveCheckpoint:
         began = time.perf_counter()
         # Publish the previous snapshot first: the next one is copied into the same memory.
         if due or state.is_last or self._all_have_written():
-            self._publish(required=state.is_last and not due and not state.rolls_back)
+            self._publish(state, required=state.is_last and not due and not state.rolls_back)
         if due:
             self._snapshot = self._take(state)
             self._writer = Thread(target=self._snapshot.write, name="checkpoint", daemon=True)
             self._writer.start()
             if state.is_last:
-                self._publish(required=True)
+                self._publish(state, required=True)
         # After the first step, when the optimizer has the states whose sizes are needed.
         if not self._is_prepared:
             self._is_prepared = True
@@ -327,7 +334,7 @@ class SaveCheckpoint:
             return False
         return self._agreement.exchange(self._writer.is_alive()) is False
 
-    def _publish(self, *, required: bool) -> None:
+    def _publish(self, state: StepState, *, required: bool) -> None:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None or self._writer is None:
             return
@@ -340,6 +347,10 @@ class SaveCheckpoint:
             if required:
                 raise
             self.failures += 1
+            # A network disk may be back in minutes, and the next step that is due hours away. With
+            # few steps between, that one is soon enough.
+            if self._saving.every >= _RETRIES:
+                self._retry_at = state.step + self._saving.every // _RETRIES
             text = f"{error}; training continues, and the previous checkpoint is kept"
             tqdm.write(f"WARNING: {text}", file=sys.stderr)
             return

@@ -93,6 +93,23 @@ def test_dead_writer_is_reported_and_training_continues(saving, tmp_path, capfd)
     assert "rank-00000.safetensors: the writer thread has died; training continues" in stderr
 
 
+def test_failed_checkpoint_is_retried_before_the_next_one_is_due(saving, tmp_path):
+    every_second, dies = saving
+    after_step = SaveCheckpoint(
+        CheckpointConfig(every=40), every_second._take, published=lambda: None
+    )
+    dies += range(40, 50)
+    for step in range(1, 81):
+        state = StepState(step, 80, None, None)
+        after_step.request_retry(state)
+        after_step(state)
+        if after_step._snapshot is not None:
+            after_step._writer.join()
+    assert after_step.failures == 2
+    # Each failure is noticed two steps later, and the next attempt comes a tenth of 40 steps on.
+    assert saved_steps(tmp_path) == [52, 80]
+
+
 def test_lost_run_folder_is_not_made_again(context, tmp_path):
     """As where its disk is not mounted any more: the mount point would be written to."""
     run = tmp_path / "disk" / "run"
