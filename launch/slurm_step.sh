@@ -45,6 +45,9 @@ with_pauses() {
 # The nodes that megavis names when replicas disagree (exit code 71), one a line.
 export MEGAVIS_FAULTY_NODES=$PWD/.slurm-$job.faulty
 rm -f "$MEGAVIS_FAULTY_NODES" || true
+# The file that megavis makes once the run counts its own restarts.
+export MEGAVIS_COUNTED=$PWD/.slurm-$job.counted
+rm -f "$MEGAVIS_COUNTED" || true
 
 # Whether enough nodes are left without as many as the first argument says. Where a partition or a
 # reservation has no spare ones, the job would wait for ever.
@@ -156,12 +159,16 @@ leave_if_cancelled() {
 }
 leave_if_cancelled
 
-# A run that trains without progress exits with 72 after training.max_restarts. Jobs that fail before
-# training are counted here: within twenty minutes, since processes wait ten for each other. So are
-# those that SLURM's warning ends at startup, as with a time limit hardly longer than the warning,
-# which may come a minute early.
-count=0
-if ((code == 0 || code == 75 || (code != 2 && SECONDS >= 1200))); then
+# A run that restarts without a new checkpoint exits with 72 after training.max_restarts. Jobs that fail
+# before it is opened are counted here; without its file, as on a full disk, those that fail within
+# twenty minutes, since processes wait ten for each other. So are jobs that SLURM's warning ends at
+# startup, as with a time limit hardly longer than the warning, which may come a minute early.
+count=0 counted=''
+if [[ -e $MEGAVIS_COUNTED ]]; then
+  counted=1
+  rm -f "$MEGAVIS_COUNTED" || true
+fi
+if ((code == 0 || code == 75)) || { ((code != 2)) && { [[ -n $counted ]] || ((SECONDS >= 1200)); }; }; then
   rm -f "$failures" || true
 else
   echo "$code" >>"$failures" || true

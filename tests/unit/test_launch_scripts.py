@@ -331,6 +331,16 @@ def test_slurm_stops_requeuing_after_repeated_early_failures(start, programs, tm
     assert not list(tmp_path.glob(".slurm-*"))
 
 
+def test_slurm_leaves_the_count_to_a_run_that_counts_its_restarts(start, programs, tmp_path):
+    """It may have a new checkpoint each time: nodes may fail every quarter of an hour."""
+    programs("srun", 'touch "$MEGAVIS_COUNTED"; exit 1')
+    programs("scontrol")
+    for _ in range(5):
+        assert start("slurm.sh", "a.yaml", SLURM_JOB_ID="5").wait(PATIENCE) == 1
+    assert (tmp_path / "log").read_text().count("scontrol requeue 5") == 5
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
 def test_slurm_requeues_a_job_that_still_saves_at_its_time_limit(start, programs, tmp_path):
     """SLURM would end it without queueing it again."""
     asked = tmp_path / "asked"

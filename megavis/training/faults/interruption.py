@@ -22,6 +22,9 @@ from megavis.training.callbacks.callback import StepState
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """SLURM sends one of the first two before it reclaims the nodes; Ctrl-C is the third."""
 RECORD_NAME = "restarts.json"
+COUNTED = "MEGAVIS_COUNTED"
+"""Environment variable: a file to make once a start is counted in the run folder. Failures before
+that are the launcher's to count."""
 
 
 class Signals:
@@ -104,6 +107,9 @@ def count_restart(run_folder: Path, first_step: int, limit: int, context: Parall
     Raises GivenUpError on every process after `limit` restarts from the checkpoint of `first_step`.
     """
     context.on_main(lambda: _count(run_folder / RECORD_NAME, first_step, limit))
+    if context.is_main and COUNTED in os.environ:
+        with contextlib.suppress(OSError):
+            Path(os.environ[COUNTED]).touch()
 
 
 def is_automatic(environment: Mapping[str, str]) -> bool:

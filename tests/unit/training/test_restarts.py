@@ -59,6 +59,20 @@ def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
     start(200)
 
 
+def test_the_launcher_is_told_that_a_start_is_counted(context, tmp_path, monkeypatch):
+    told = tmp_path / "counted"
+    monkeypatch.setenv("MEGAVIS_COUNTED", str(told))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    count_restart(tmp_path, 100, 1, context)
+    assert told.exists()
+    told.unlink()
+    with pytest.raises(GivenUpError, match="restarted 1 times"):
+        count_restart(tmp_path, 100, 1, context)
+    assert not told.exists()
+    monkeypatch.setenv("MEGAVIS_COUNTED", str(tmp_path / "away" / "counted"))
+    count_restart(tmp_path, 200, 1, context)
+
+
 def test_a_job_without_progress_has_its_own_exit_code(small_config, monkeypatch, capsys):
     """Launchers try a mistake again in a job that has run before, but not this."""
 
