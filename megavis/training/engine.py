@@ -61,6 +61,7 @@ class Engine:
         self.config, self.objective, self.context = config, objective, context
         self._pipelined = context.pipeline.size > 1
         self.forward_clock = ForwardClock(context.device)
+        self._pace = Pace(context.device)
         plans = objective.layer_plans()
         settings = deepspeed_config(
             config,
@@ -167,7 +168,9 @@ class Engine:
             group["lr"] = rate * group["learning_rate_scale"]
         self.deepspeed.train()
         self._seed_dropout(step)
-        return self._step(batches, step)
+        loss = self._step(batches, step)
+        self._pace.keep()
+        return loss
 
     def _step(self, batches: Iterator[Batch], step: int) -> Tensor:
         if self._pipelined:
@@ -366,6 +369,28 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, *(leaf.grad for leaf in ctx.leaves), gradient
+
+
+class Pace:
+    """Keeps the host at most one step ahead of a GPU, which is enough to keep the GPU busy.
+
+    Without it a collective that hangs on the GPU is noticed only when something is read, such as
+    the next logged loss: too late for the watchdog's limit on steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._last: Any = None
+
+    def keep(self) -> None:
+        """Wait for the end of the step before the one that was just enqueued."""
+        if not self._is_cuda:
+            return
+        end = torch.cuda.Event()
+        end.record()
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = end
 
 
 _KEPT = 256

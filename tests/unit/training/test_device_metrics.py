@@ -9,7 +9,7 @@ import torch
 from megavis.config.load import load_config
 from megavis.training.callbacks.callback import StepState, WatchHardware
 from megavis.training.deepspeed_config import deepspeed_config
-from megavis.training.engine import ForwardClock
+from megavis.training.engine import ForwardClock, Pace
 
 pytestmark = pytest.mark.once
 CPU = torch.device("cpu")
@@ -63,6 +63,31 @@ def test_forward_clock_averages_since_last_read():
             time.sleep(seconds)
     assert clock.read() >= 0.02
     assert clock.read() == 0.0
+
+
+def test_the_host_waits_for_the_step_before_the_last(monkeypatch):
+    """A collective that hangs on the GPU must stop the host within the time for a step."""
+    made, calls = [], []
+
+    class Event:
+        def __init__(self):
+            made.append(self)
+            self.number = len(made)
+
+        def record(self):
+            calls.append(f"end of step {self.number}")
+
+        def synchronize(self):
+            calls.append(f"wait for {self.number}")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Pace(CPU).keep()
+    assert calls == []
+    pace = Pace(torch.device("cuda"))
+    for _ in range(3):
+        pace.keep()
+    steps = ["end of step 1", "end of step 2", "wait for 1", "end of step 3", "wait for 2"]
+    assert calls == steps
 
 
 def test_slowest_rank_is_recorded(monkeypatch):
