@@ -23,7 +23,6 @@ from megavis.commands.options.shared import chosen_options, refuse_options, spel
 from megavis.config.errors import UserError
 from megavis.config.load import exported_names, load_run_config
 from megavis.config.places import check_file
-from megavis.config.schema import RunConfig
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically
@@ -204,7 +203,7 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
 def evaluate_classes(args: argparse.Namespace) -> int:
     """Fit a classifier on real images, and classify samples and reconstructions."""
     device, file = device_of(args), samples_of(args.samples)
-    out = default_output(args.samples, file, "classes")
+    out = args.out or default_output(args.samples, file, "classes")
     samples, train, real = NpzImages(file), ShardImages(args.train), ShardImages(args.images)
     names = _common_classes(train, real)
     _check_generated_classes(args.samples, names, args.train)
@@ -323,7 +322,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
     if distances is not None:
         compared = distances.result(run=args.run_folder, originals=dataset.directory)
         say(compared.line, compared.caution)
-    path = args.run_folder / "evaluation" / "reconstruction.json"
+    path = args.out or args.run_folder / "evaluation" / "reconstruction.json"
     ReconstructionResult(
         step=opened.step,
         images=count,
@@ -391,26 +390,34 @@ def _evaluate_maps(
             words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
             sys.stdout.write(f"{part}: {words}\n")
     sys.stdout.write(f"N {count} of {dataset.directory}, step {opened.step}\n")
-    path: Path = args.run_folder / "evaluation" / f"{name}.json"
+    path: Path = args.out or args.run_folder / "evaluation" / f"{name}.json"
     result.write(path)
     sys.stdout.write(f"{path}\n")
-    _write_table(path, opened.config, result, stage=stage)
+    _write_table(path, opened, result, stage=stage, name=f"{name}.json")
     return 0
 
 
 def _write_table(
-    path: Path, config: RunConfig, result: PanopticResult | DepthResult, *, stage: str
+    path: Path, opened: Run, result: PanopticResult | DepthResult, *, stage: str, name: str
 ) -> None:
-    """Write this run's errors next to its paper's, if that has a table of them."""
-    if (table := dense_table(config.objective.name)) is None:
+    """Write a run's errors next to its paper's, if that has a table of them.
+
+    Args:
+        path: of the result; the table is written next to it.
+        opened: the run.
+        result: its errors.
+        stage: what has made the maps.
+        name: file name of such results in run folders.
+    """
+    if (table := dense_table(opened.config.objective.name)) is None:
         return
     # None for a tokenizer's own run, which reconstructs maps.
     values = {f"{result.metric}, {stage}": result.value}
-    for tokenizer in exported_names(config):
-        if (found := reconstruction_of(Path(tokenizer), path.name, result)) is not None:
+    for tokenizer in exported_names(opened.config):
+        if (found := reconstruction_of(Path(tokenizer), name, result)) is not None:
             values[f"{result.metric}, {STAGES[0]}"] = found.value
     images = f"{result.images} images of {result.of}"
-    text = markdown_of(table, path.parents[1].name, values, images=images)
+    text = markdown_of(table, opened.folder.name, values, images=images)
     written = path.with_name("dense_prediction.md")
     write_atomically(written, text.encode())
     sys.stdout.write(f"{written}\n")

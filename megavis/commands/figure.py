@@ -66,12 +66,13 @@ def plot_depth(args: argparse.Namespace) -> int:
     if result is None:
         return 0
     picture = figures.plot_depth(result, name=args.run_folder.name)
-    folder = args.run_folder / "evaluation"
+    folder = args.out or args.run_folder / "evaluation"
     save_figure(folder, args.name, picture, figures.depth_rows(result))
     if args.probe is None:
         result.write(folder / f"{args.name}.json")
-    with quietly():
-        figures.show_in_tensorboard(args.run_folder, args.name, picture, step=result.step)
+    if args.out is None:
+        with quietly():
+            figures.show_in_tensorboard(args.run_folder, args.name, picture, step=result.step)
     return 0
 
 
@@ -110,7 +111,7 @@ def plot_likelihood(args: argparse.Namespace) -> int:
         pixels = score_pixels(data, _probe_settings(args))
     sys.stdout.write(f"raw pixels {pixels.accuracy:.1%}\n")
     picture = figures.plot_likelihood(scores, pixels=pixels.accuracy)
-    folder = args.run_folders[0] / "evaluation"
+    folder = args.out or args.run_folders[0] / "evaluation"
     save_figure(folder, args.name, picture, [vars(score) for score in scores])
     return 0
 
@@ -186,7 +187,8 @@ def complete(opened: Run, args: argparse.Namespace) -> None:
     )
     picture = completion_grid(first, given[:8], columns)
     rows = [row.record() for row in scores.rows]
-    save_figure(args.run_folder / "evaluation", "completions", picture, rows)
+    folder = args.out or args.run_folder / "evaluation"
+    save_figure(folder, "completions", picture, rows)
 
 
 def plot_neighbors(args: argparse.Namespace) -> int:
@@ -205,7 +207,8 @@ def plot_neighbors(args: argparse.Namespace) -> int:
     picture = classes.plot_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
     rows = [{**asdict(score), **record} for score in scores]
     sys.stdout.write(f"{line}\n")
-    save_figure(args.run_folder / "evaluation", "neighbors", picture, rows)
+    folder = args.out or args.run_folder / "evaluation"
+    save_figure(folder, "neighbors", picture, rows)
     return 0
 
 
@@ -261,7 +264,8 @@ def plot_of(opened: Run, args: argparse.Namespace) -> None:
     plot = _function(spec, spec.plot.partition(":")[2])
     figure: RenderedFigure = plot(subject, args)
     sys.stdout.writelines(f"{line}\n" for line in figure.lines)
-    save_figure(args.run_folder / "evaluation", spec.name, figure.picture, figure.rows)
+    folder = args.out or args.run_folder / "evaluation"
+    save_figure(folder, spec.name, figure.picture, figure.rows)
 
 
 def check_applies(name: str, opened: Run) -> None:

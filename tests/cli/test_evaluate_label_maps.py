@@ -86,6 +86,25 @@ def test_run_folder_has_the_table_of_the_paper(folder, kind, metric):
     assert f"{own[1]} {metric}" in page or f"{own[1]} m {metric}" in page
 
 
+def contents(folder):
+    """Return the bytes of all files but the list of commands."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "commands.jsonl"]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_results_in_another_folder(folder, tmp_path):
+    """The run may be someone else's, on a disk that can only be read."""
+    run = folder / "runs" / "depth_from_images"
+    first = evaluate("depth", run)
+    table = (run / "evaluation" / "dense_prediction.md").read_text()
+    before = contents(run)
+    words = ["depth", str(run), "--out", str(tmp_path / "new" / "mine.json"), "--device", "cpu"]
+    assert main(["evaluate", *words]) == 0
+    assert json.loads((tmp_path / "new" / "mine.json").read_text()) == first
+    assert (tmp_path / "new" / "dense_prediction.md").read_text() == table
+    assert contents(run) == before
+
+
 @pytest.mark.parametrize("kind", ["panoptic", "depth"])
 def test_predictions_are_deterministic(folder, kind):
     run = folder / "runs" / f"{kind}_from_images"

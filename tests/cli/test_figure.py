@@ -61,6 +61,28 @@ def test_depth_and_likelihood_figures(run, capsys):
     assert float(rows[-1]["validation_loss"]) == pytest.approx(last["validation_loss"], rel=1e-5)
 
 
+def contents(folder):
+    """Return the bytes of all files but the list of commands."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "commands.jsonl"]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_figures_in_another_folder(run, tmp_path):
+    """The run may be someone else's, on a disk that can only be read."""
+    before = contents(run)
+    words = ["--device", "cpu", "--out", str(tmp_path / "new")]
+    assert main(["figure", "neighbors", str(run), *words, "--no-cache"]) == 0
+    networks = ["--untrained-networks", "1"]
+    assert main(["figure", "depth", str(run), *words, *networks, "--no-cache"]) == 0
+    assert main(["figure", "likelihood", str(run), *words, "--no-cache"]) == 0
+    assert main(["figure", "completions", str(run), *words]) == 0
+    assert main(["figure", "patches", str(run), *words]) == 0
+    assert contents(run) == before
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    drawn = {"neighbors.png", "depth.png", "likelihood.png", "completions.png", "patches.png"}
+    assert drawn | {"depth.json", "depth.csv"} <= names
+
+
 @pytest.fixture(scope="module")
 def many_classes(shard_folders, tmp_path_factory):
     """Shards of another data set of 30 classes, two of which have a single training image."""

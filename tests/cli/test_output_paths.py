@@ -39,6 +39,9 @@ CREATORS = [
     (main, ["likelihood", "runs/none", "--out"]),
     (main, ["evaluate", "segmentation", "runs/none", "--out"]),
     (main, ["evaluate", "detection", "runs/none", "--out"]),
+    (main, ["evaluate", "reconstruction", "runs/none", "--out"]),
+    (main, ["evaluate", "panoptic", "runs/none", "--out"]),
+    (main, ["evaluate", "classes", "x.npz", "--train", "shards", "--images", "shards", "--out"]),
     (main, ["report", "runs/none", "--html"]),
     (main, ["evaluate", "samples", "x.npz", "--reference", "y.npz", "--out"]),
     (main, ["evaluate", "statistics", "images", "--out"]),
@@ -102,7 +105,9 @@ def test_results_need_a_writable_path(tmp_path, capsys, program, words):
     [
         (["sample"], "name another place with --out"),
         (["probe"], "name another place with --out"),
-        (["figure", "patches"], "copy the run"),
+        (["figure", "patches"], "name another place with --out"),
+        (["evaluate", "reconstruction"], "name another place with --out"),
+        (["evaluate", "depth"], "name another place with --out"),
         (["features", "--clear"], "copy the run"),
     ],
 )

@@ -16,6 +16,7 @@ from megavis.commands.options.shared import (
     add_layout_argument,
     add_precision,
     add_probe_arguments,
+    add_result_file,
     add_run,
     add_runs,
     add_seed_argument,
@@ -23,7 +24,7 @@ from megavis.commands.options.shared import (
     refuse_options,
     require_writable,
 )
-from megavis.config.arguments import file_stem, non_negative, output_file, output_folder, positive
+from megavis.config.arguments import file_stem, non_negative, output_folder, positive
 from megavis.config.papers import FigureSpec, paper_figures
 
 
@@ -49,7 +50,7 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     add_data_arguments(parser)
     add_layout_argument(parser)
     add_probe_arguments(parser)
-    parser.add_argument("--out", type=output_file, help="default: RUN/evaluation/probe.json")
+    add_result_file(parser, "probe.json")
     parser.set_defaults(run="probe:run")
 
 
@@ -111,8 +112,17 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_feature_arguments(parser)
     add_layout_argument(parser)
-    parser.add_argument("--out", type=output_folder, help="folder; default: RUN/evaluation")
+    _add_result_folder(parser)
     parser.set_defaults(run="probe:probe_data_sets")
+
+
+def _add_result_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=output_folder,
+        metavar="FOLDER",
+        help="where to write the files; default: RUN/evaluation",
+    )
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +149,7 @@ def add_likelihood(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: megavis likelihood runs/igpt_demo"
     add_image_arguments(parser, num_images=None)
     add_precision(parser)
-    parser.add_argument("--out", type=output_file, help="default: RUN/evaluation/likelihood.json")
+    add_result_file(parser, "likelihood.json")
     parser.set_defaults(run="held_out:measure")
 
 
@@ -203,6 +213,7 @@ def _add_declared(figures: Any, spec: FigureSpec) -> None:
     )
     add_image_arguments(parser, num_images=spec.num_images)
     spec.add_options(parser)
+    _add_result_folder(parser)
     parser.set_defaults(run="figure:plot_declared", spec=spec)
 
 
@@ -226,6 +237,7 @@ def _add_depth(figures: Any) -> None:
     add_data_arguments(parser)
     add_layout_argument(parser)
     add_probe_arguments(parser)
+    _add_result_folder(parser)
     parser.set_defaults(run="figure:plot_depth", check=_check_depth)
 
 
@@ -268,6 +280,7 @@ def _add_likelihood(figures: Any) -> None:
     _add_name(parser, "likelihood")
     add_classifier_argument(parser)
     add_data_arguments(parser)
+    _add_result_folder(parser)
     parser.set_defaults(run="figure:plot_likelihood")
 
 
@@ -295,6 +308,7 @@ def _add_completions(figures: Any) -> None:
     completions.add_argument(
         "--draws", type=positive, default=8, help="completions per image for the mean"
     )
+    _add_result_folder(completions)
     completions.set_defaults(run="figure:plot_completions")
 
 
@@ -314,6 +328,7 @@ def _add_neighbors(figures: Any) -> None:
         "--neighbors", type=positive, default=20, help="number of neighbours that vote"
     )
     add_feature_arguments(neighbors)
+    _add_result_folder(neighbors)
     neighbors.set_defaults(run="figure:plot_neighbors")
 
 

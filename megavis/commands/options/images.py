@@ -17,6 +17,7 @@ from megavis.commands.options.shared import (
     add_network_arguments,
     add_options,
     add_precision,
+    add_result_file,
     add_run,
     add_step,
     refuse_options,
@@ -185,9 +186,7 @@ def _add_samples(verbs: Any) -> None:
         help="statistics from `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
         " .npz, a folder, or jpeg or palette shards",
     )
-    samples.add_argument(
-        "--out", type=output_file, metavar="FILE", help="JSON file for the results"
-    )
+    _add_sample_results(samples, "samples")
     add_network_arguments(samples)
     add_image_file_arguments(samples)
     samples.set_defaults(run="evaluate:evaluate_samples")
@@ -216,14 +215,23 @@ def _add_samples(verbs: Any) -> None:
     statistics.set_defaults(run="evaluate:write_reference")
 
 
+def _add_sample_results(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        "--out",
+        type=output_file,
+        metavar="FILE",
+        help=f"where to write the results; default: RUN/evaluation/{name}.json, or next to an .npz"
+        " or a folder",
+    )
+
+
 def _add_class_accuracy(verbs: Any) -> None:
     parser = verbs.add_parser(
         "classes",
         help="accuracy of a classifier of real images on generated ones",
         description="Fit a small convolutional classifier on labelled images and classify"
         " samples, which cycle through the classes as written by `megavis sample --npz`; real"
-        " images that it was not fitted on; and a tokenizer's reconstructions of these. Writes"
-        " RUN/evaluation/classes.json.",
+        " images that it was not fitted on; and a tokenizer's reconstructions of these.",
         epilog="example: megavis evaluate classes runs/givt --train shards/train --images"
         " shards/validation --tokenizer runs/vae",
     )
@@ -248,6 +256,7 @@ def _add_class_accuracy(verbs: Any) -> None:
         "--seed", type=non_negative, default=0, help="random seed of the classifier"
     )
     add_device(parser)
+    _add_sample_results(parser, "classes")
     parser.set_defaults(run="evaluate:evaluate_classes")
 
 
@@ -257,12 +266,13 @@ def _add_reconstruction(verbs: Any) -> None:
         help="PSNR, SSIM, LPIPS and FID of a tokenizer's reconstructions",
         description="Reconstruct held-out images with a tokenizer and compare: PSNR in"
         " dB and SSIM (Gaussian window of 11×11 pixels), averaged over the images; LPIPS and FID"
-        " with weights that you supply. Writes RUN/evaluation/reconstruction.json.",
+        " with weights that you supply.",
         epilog="example: megavis evaluate reconstruction runs/vae --num-images 50000",
     )
     add_image_arguments(parser, num_images=5000)
     add_perceptual_arguments(parser)
     add_network_arguments(parser)
+    add_result_file(parser, "reconstruction.json")
     parser.set_defaults(run="evaluate:evaluate_reconstruction")
 
 
@@ -279,7 +289,7 @@ def _add_label_maps(verbs: Any) -> None:
             help=f"{measured.partition(',')[0]} of predicted {kind} maps",
             description=f"Compare {kind} maps in the size of the originals: {measured}. A run of"
             " vae_label_maps reconstructs them, one of givt_encoder_decoder predicts them from"
-            f" images. Writes RUN/evaluation/{files[kind]}.json.",
+            " images.",
             epilog=f"example: megavis evaluate {kind} runs/givt --temperature 0.85 --beams 4",
         )
         add_image_arguments(parser, num_images=None)
@@ -288,6 +298,7 @@ def _add_label_maps(verbs: Any) -> None:
             "--batch-size", type=positive, default=32, help="images per batch; default: 32"
         )
         add_options(parser)
+        add_result_file(parser, f"{files[kind]}.json")
         parser.set_defaults(run=f"evaluate:evaluate_{kind}")
 
 
@@ -298,8 +309,8 @@ def _add_segmentation(verbs: Any) -> None:
         description="Predict the class of each pixel of whole images, with a run fine-tuned with"
         " finetune.task: segments. Windows of the training images' side slide over the image,"
         " whose shorter side has that length; their logits are averaged and resized to the"
-        " original. Prints mean IoU, mean accuracy of classes and accuracy of pixels, and writes"
-        " RUN/evaluation/segmentation.json. Under torchrun, processes share the images.",
+        " original. Prints and writes mean IoU, mean accuracy of classes and accuracy of pixels."
+        " Under torchrun, processes share the images.",
         epilog="example: megavis evaluate segmentation runs/ade20k --images shards/ade/validation",
     )
     add_image_arguments(parser, num_images=None)
@@ -309,7 +320,7 @@ def _add_segmentation(verbs: Any) -> None:
         metavar="PIXELS",
         help="between windows; default: two thirds of their side (341 of 512)",
     )
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="where to write the result")
+    add_result_file(parser, "segmentation.json")
     add_precision(parser)
     add_layout_argument(parser)
     parser.set_defaults(run="segmentation:evaluate")
@@ -322,15 +333,15 @@ def _add_detection(verbs: Any) -> None:
         description="Find the objects of whole images, with a run fine-tuned with finetune.task:"
         " instances. Images are resized to fit the training images' square, and padded. Prints"
         " COCO's twelve numbers of boxes and of masks, counted by pycocotools, and writes them,"
-        " with those of each class, to RUN/evaluation/detection.json, and a picture of the first"
-        " images next to it. Under torchrun, processes share the images.",
+        " with those of each class, and a picture of the first images next to them. Under"
+        " torchrun, processes share the images.",
         epilog="example: megavis evaluate detection runs/coco --images shards/coco/validation",
     )
     add_image_arguments(parser, num_images=None)
     parser.add_argument(
         "--batch-size", type=positive, default=4, help="images per batch; default: 4"
     )
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="where to write the result")
+    add_result_file(parser, "detection.json")
     add_precision(parser)
     add_layout_argument(parser)
     # A picture is written next to it, with the same name.

@@ -13,6 +13,7 @@ from megavis.config.arguments import (
     RUN_NAME_RULE,
     comma_separated,
     non_negative,
+    output_file,
     positive,
 )
 from megavis.config.errors import UserError
@@ -71,6 +72,16 @@ def require_writable(path: Path | None, option: str) -> None:
         check_file(path)
     except UserError as error:
         raise UserError(f"{option}: {error}") from None
+
+
+def add_result_file(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the file for results, by default `name` in RUN/evaluation."""
+    parser.add_argument(
+        "--out",
+        type=output_file,
+        metavar="FILE",
+        help=f"where to write the results; default: RUN/evaluation/{name}",
+    )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
