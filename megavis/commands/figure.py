@@ -260,6 +260,7 @@ def plot_of(opened: Run, args: argparse.Namespace) -> None:
     """Plot a declared figure of an opened run; see `plot_declared`."""
     spec: FigureSpec = args.spec
     images = open_held_out(opened, args.images, option="--images", own_classes=spec.reads_classes)
+    check_no_overlap(images, list(training_shards(opened.config)))
     subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
     plot = _function(spec, spec.plot.partition(":")[2])
     figure: RenderedFigure = plot(subject, args)

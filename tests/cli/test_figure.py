@@ -83,6 +83,13 @@ def test_figures_in_another_folder(run, tmp_path):
     assert drawn | {"depth.json", "depth.csv"} <= names
 
 
+@pytest.mark.parametrize("figure", ["completions", "neighbors", "correlation", "patches"])
+def test_figures_are_not_of_training_images(run, shard_folders, capsys, figure):
+    words = [figure, str(run), "--images", str(shard_folders / "train"), "--device", "cpu"]
+    assert main(["figure", *words]) == 2
+    assert f"{shard_folders}/train cannot evaluate what was trained on" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def many_classes(shard_folders, tmp_path_factory):
     """Shards of another data set of 30 classes, two of which have a single training image."""

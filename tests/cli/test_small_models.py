@@ -48,10 +48,9 @@ def write_config(shards, image_shards, tmp_path_factory):
 
 
 def held_out_of(config):
-    """Return shards in the form of the run's: others than its training data, if there are any."""
+    """Return shards in the form of the run's training data."""
     train = Path(config.data.train_sources[0].path)
-    beside = train.with_name("validation")
-    return config.data.validation or str(beside if beside.exists() else train)
+    return config.data.validation or str(train.with_name("validation"))
 
 
 @pytest.fixture

@@ -296,14 +296,15 @@ def config_writer(shards: Path, image_shards: Path, folder: Path) -> Callable[[s
 
     The folder gets shards of the other kinds, and frozen tokenizers.
     """
-    latents = folder / "latents"
-    write_latent_shards(latents, shape=(4, 4, 4), num_classes=3, num_images=60)
+    for seed, part in enumerate(("train", "validation")):
+        place, sizes = folder / "latents" / part, {"shape": (4, 4, 4), "num_classes": 3}
+        write_latent_shards(place, **sizes, num_images=60, seed=seed)
     scenes = write_scene_shards(folder, images=24)
     images = f"{{train: {image_shards}/train, validation: {image_shards}/validation, image_size: "
     kinds = {
         "images": f"{images}SIZE, crop: random_resized, flip: true}}",
         "palette": f"{{train: {shards}/train, image_size: 8}}",
-        "latents": f"{{train: {latents}, image_size: 16}}",
+        "latents": f"{{train: {folder}/latents/train, image_size: 16}}",
         "encoded": f"{images}16}}",
         "label_maps": f"{{train: {scenes}/panoptic/train, validation:"
         f" {scenes}/panoptic/validation, image_size: 16, crop: random_resized}}",
