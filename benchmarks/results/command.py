@@ -91,6 +91,8 @@ def run_methods(
         return write_page()
 
     code = 0
+    # A page that cannot be written must not be noticed only after hours of work.
+    write()
     try:
         for method in () if options.tables else methods:
             if method not in recorded:

@@ -44,7 +44,7 @@ def write_parts(
         The pages written.
 
     Raises:
-        UserError: `page` lacks the marks of a part.
+        UserError: `page` does not exist, or lacks the marks of a part.
     """
     written = []
     for path in filter(None, (own, page)):
@@ -55,6 +55,11 @@ def write_parts(
         if path == own:
             text = "\n\n".join([*_SMALL * small, *marked.values()]) + "\n"
         else:
+            if not path.is_file():
+                raise UserError(
+                    f"{path}: there is no such page; make a file with the lines"
+                    f" '{_mark(min(marked))}' and '{_end(min(marked))}', and those of other parts"
+                )
             text = path.read_text(encoding="utf-8")
             for name, part in marked.items():
                 text = _replaced(text, name, part, path)

@@ -188,6 +188,21 @@ def test_what_another_machine_has_finished_is_not_trained_again(tmp_path, capsys
     assert "from scratch" not in said, "it has seen half of the images"
 
 
+def test_a_page_is_tried_before_hours_of_work(tmp_path, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr("benchmarks.results.command.run_tasks", lambda *_, **__: ran.append(1))
+    words = ["--page", str(tmp_path / "page.md"), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/page.md: there is no such page; make a file with the lines"
+        " '<!-- letters -->' and '<!-- end of letters -->', and those of other parts\n"
+    )
+    (tmp_path / "page.md").write_text("<!-- letters -->\n<!-- end of letters -->\n")
+    assert main(words) == 2
+    assert "must have '<!-- pictures -->'" in capsys.readouterr().err
+    assert not ran
+
+
 def test_a_small_study_writes_no_page(tmp_path, capsys):
     words = ["--small", "--page", str(tmp_path / "page.md"), "--out", str(tmp_path / "out")]
     assert main(words) == 2
