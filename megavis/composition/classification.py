@@ -32,7 +32,7 @@ from megavis.model.embeddings import ReplicatedLinear
 from megavis.model.flops import Workload, forward_flops
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.norms import BatchNorm
+from megavis.model.norms import BatchNorm, Norm
 from megavis.model.parameters import Fill, filled, normal, set_start, zeros
 from megavis.model.stack import FeatureLayer, LayerPlan, watch_features
 
@@ -138,8 +138,17 @@ class Classifier(nn.Module):
 class ClassHead(Head):
     """The norm of a feature layer, without the rest of the layer, and the classifier."""
 
-    def __init__(self, core: Core, layer: nn.Module, classifier: Classifier) -> None:
+    def __init__(
+        self, core: Core, build_layer: Callable[[], nn.Module], classifier: Classifier
+    ) -> None:
+        device = torch.get_default_device()
+        # A decoder in the layer, such as AIM's of 600 million weights, then takes neither time nor
+        # memory.
+        with torch.device("meta"):
+            layer = build_layer()
         norm = cast(FeatureLayer, layer).feature_norm
+        assert isinstance(norm, Norm)
+        norm.start_on(device)
         name = next(name for name, each in layer.named_children() if each is norm)
         super().__init__(core, norm, name, modulates=False)
         self.classifier = classifier
@@ -259,14 +268,16 @@ class Classification(Finetuned):
         return self.with_layer_decay([*below, top])
 
     def _build_head(self, build_top: Callable[[], nn.Module], below: list[Tensor]) -> Head:
-        core, top = self.backbone.core, build_top()
-        if self.settings.linear_evaluation:
-            top.requires_grad_(False)
-        classifier = Classifier(core, self.settings, self.processes, below)
+        core = self.backbone.core
+        classifier = partial(Classifier, core, self.settings, self.processes, below)
         if self.is_joint:
+            top = build_top()
             assert isinstance(top, Head)
-            return add_classifier(top, classifier)
-        return ClassHead(core, top, classifier)
+            return add_classifier(top, classifier())
+        head = ClassHead(core, build_top, classifier())
+        if self.settings.linear_evaluation:
+            head.feature_norm.requires_grad_(False)
+        return head
 
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Return the paper's sequence with the labels as the last target.

@@ -41,6 +41,15 @@ class Norm(nn.Module):
         if self.is_split(config):
             set_partial_gradient(self.parameters())
 
+    def start_on(self, device: torch.device) -> None:
+        """Give parameters that were built on the meta device their initial values on another."""
+        for name, parameter in list(self.named_parameters()):
+            value = torch.full_like(parameter, name == "weight", device=device)
+            started = nn.Parameter(value, parameter.requires_grad)
+            # How it is trained is declared by attributes.
+            vars(started).update(vars(parameter))
+            setattr(self, name, started)
+
     @staticmethod
     def is_split(config: TransformerConfig) -> bool:
         """Return whether a process normalises only its own tokens."""

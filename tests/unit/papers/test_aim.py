@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from small_batches import batch_of, photographs, run_layers
 from tiny import VIT, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megavis
 from megavis.cli import main
@@ -268,6 +269,18 @@ def test_imported_classifier_is_evaluated_on_given_images(parts, monkeypatch, ca
     assert row["top1"] == pytest.approx(float(right))
 
 
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor that is created in memory."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type != "meta":
+            self.size = max(self.size, made.numel())
+        return made
+
+
 def test_trunk_without_a_head_is_imported(tmp_path, monkeypatch):
     monkeypatch.setattr(aim, "_IMAGE_SIZE", 16)
     tensors = {n: t for n, t in released().items() if not n.startswith("head.")}
@@ -277,7 +290,10 @@ def test_trunk_without_a_head_is_imported(tmp_path, monkeypatch):
     config = load_config(run / "config.yaml").config
     assert (config.finetune.layer, config.finetune.average) == (LAYERS, LAYERS)
     assert config.model.num_attention_heads == 1
-    opened = megavis.load(run)
+    with LargestTensor() as largest:
+        opened = megavis.load(run)
+    # Without the decoder of 12 layers of width 2048, which a classifier does not run.
+    assert 0 < largest.size < 2048**2
     assert torch.equal(opened.outputs(photographs(1, 16)), torch.zeros(1, 2))
     head = opened.inference.layers.modules[-1].classifier
     head.train().requires_grad_(True)
