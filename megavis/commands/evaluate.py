@@ -99,12 +99,9 @@ def collect_features(
         num_kept: maximum number of feature vectors to keep.
     """
     count = min(num_images or len(images), len(images))
-    # Files are read by name, so with a folder for each class they are sorted; an array is taken as
-    # it is, which gives ADM's score.
-    is_array = isinstance(images, NpzImages)
-    collector = FeatureCollector(
-        network, num_images=count, num_kept=num_kept, may_be_sorted=not is_array
-    )
+    # Only the order of an array is that of ADM's evaluator; files are read by name.
+    in_order = isinstance(images, NpzImages)
+    collector = FeatureCollector(network, num_images=count, num_kept=num_kept, in_order=in_order)
     batches = image_batches(images, num_images=count, batch_size=args.batch_size)
     for batch in shown(batches, images.path.name, total=count, size=len):
         collector.add(batch)

@@ -164,9 +164,9 @@ def _add_samples(verbs: Any) -> None:
         "samples",
         help="FID, inception score, precision and recall of generated images",
         description="Compare generated images with real ones: Fréchet distance, inception score"
-        " (10 splits, in the order of an .npz, random ones of a folder), precision and recall (3"
-        " neighbours), and sFID. Results go to JSON next to the samples; for a run, to"
-        " RUN/evaluation/samples.json.",
+        " (10 random splits; of an .npz also splits in order, as ADM's evaluator takes them),"
+        " precision and recall (3 neighbours), and sFID. Results go to JSON next to the samples;"
+        " for a run, to RUN/evaluation/samples.json.",
         epilog="example: megavis evaluate samples samples.npz --reference"
         " VIRTUAL_imagenet256_labeled.npz --inception"
         " weights-inception-2015-12-05-6726825d.pth",

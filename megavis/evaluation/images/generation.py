@@ -54,7 +54,8 @@ class FeatureSummary:
         num_images: N; None if unknown.
         spatial: statistics of the spatial features, if any.
         features: float32 `[m, d]` of evenly spaced images, if kept.
-        class_score: mean and standard deviation over splits; None without logits.
+        class_score: mean and standard deviation over random splits; None without logits.
+        score_in_order: mean over consecutive splits; None if the order of the images means nothing.
     """
 
     network: NetworkName | None
@@ -65,6 +66,7 @@ class FeatureSummary:
     spatial: Gaussian | None = None
     features: Tensor | None = None
     class_score: tuple[float, float] | None = None
+    score_in_order: float | None = None
 
 
 class FeatureCollector:
@@ -72,7 +74,7 @@ class FeatureCollector:
 
     Args:
         num_kept: largest number of feature vectors to keep.
-        may_be_sorted: images may be sorted by class; the class score then takes random splits.
+        in_order: compute the class score of consecutive splits too, as ADM's evaluator does.
 
     Raises:
         UserError: there is only one image, which has no covariance.
@@ -84,13 +86,14 @@ class FeatureCollector:
         *,
         num_images: int,
         num_kept: int = MANIFOLD_COUNT,
-        may_be_sorted: bool = False,
+        in_order: bool = False,
     ) -> None:
         if num_images < 2:
             raise UserError("a distribution needs at least 2 images")
         self._network, self._num_images = network, num_images
         self._gaussian, self._spatial = RunningGaussian(), RunningGaussian()
-        self._score = RunningClassScore(num_images, shuffled=may_be_sorted)
+        self._score = RunningClassScore(num_images)
+        self._in_order = RunningClassScore(num_images, in_order=True) if in_order else None
         self._kept: list[Tensor] = []
         count = min(num_kept, num_images)
         self._places = torch.arange(count) * num_images // max(count, 1)
@@ -103,6 +106,8 @@ class FeatureCollector:
         if seen.spatial is not None:
             self._spatial.add(seen.spatial)
         self._score.add(seen.logits)
+        if self._in_order is not None:
+            self._in_order.add(seen.logits)
         inside = (self._places >= first) & (self._places < first + len(images))
         self._kept.append(seen.features.cpu()[self._places[inside] - first])
 
@@ -119,6 +124,7 @@ class FeatureCollector:
             self._spatial.result() if self._spatial.count else None,
             features if len(features) else None,
             self._score.result(),
+            None if self._in_order is None else self._in_order.result()[0],
         )
 
 
@@ -135,6 +141,8 @@ def compare(
     if samples.class_score is not None:
         mean, deviation = samples.class_score
         numbers |= {_key("score", network): mean, f"{_key('score', network)}_std": deviation}
+    if samples.score_in_order is not None:
+        numbers[f"{_key('score', network)}_in_order"] = samples.score_in_order
     parts = (samples.features, reference.features)
     if all(part is not None and len(part) > NEIGHBORS for part in parts):
         found = precision_and_recall(*(part.to(device) for part in parts if part is not None))

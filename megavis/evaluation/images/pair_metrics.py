@@ -208,8 +208,7 @@ class Distances:
     def __init__(self, network: FeatureNetwork, *, num_images: int) -> None:
         # Precision and recall are not computed for reconstructions.
         self._originals, self._made = (
-            FeatureCollector(network, num_images=num_images, num_kept=0, may_be_sorted=True)
-            for _ in range(2)
+            FeatureCollector(network, num_images=num_images, num_kept=0) for _ in range(2)
         )
 
     def add(self, originals: Tensor, made: Tensor) -> None:

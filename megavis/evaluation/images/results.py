@@ -46,7 +46,8 @@ class SamplesResult(Result):
     Attributes:
         title: name of the distance.
         neighbors: k of precision and recall.
-        class_score_splits: number of splits of the class score.
+        class_score_splits: number of splits of the class score, which are random;
+            `inception_score_in_order` and `class_score_in_order` are of consecutive ones.
         caution: why the metrics are not comparable with published ones; None if they are.
     """
 
@@ -58,8 +59,10 @@ class SamplesResult(Result):
     spatial_frechet_distance: float | None = None
     inception_score: float | None = None
     inception_score_std: float | None = None
+    inception_score_in_order: float | None = None
     class_score: float | None = None
     class_score_std: float | None = None
+    class_score_in_order: float | None = None
     precision: float | None = None
     recall: float | None = None
     network: NetworkName
@@ -91,8 +94,10 @@ class SamplesResult(Result):
         labels = {
             "sfid": "sFID",
             "spatial_frechet_distance": "spatial",
-            "inception_score": f"inception score (mean of {splits} splits)",
-            "class_score": f"exp KL of its classes (mean of {splits} splits)",
+            "inception_score": f"inception score (mean of {splits} random splits)",
+            "inception_score_in_order": "of splits in order",
+            "class_score": f"exp KL of its classes (mean of {splits} random splits)",
+            "class_score_in_order": "of splits in order",
             "precision": "precision",
             "recall": "recall",
         }

@@ -3,7 +3,7 @@
 Fréchet distance: "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
 Equilibrium" (Heusel et al., 2017), equation 6: ‖μ₁ − μ₂‖² + Tr(Σ₁ + Σ₂ − 2 (Σ₁Σ₂)^½).
 Inception score: "Improved Techniques for Training GANs" (Salimans et al., 2016), section 4:
-exp E KL(p(y|x) ‖ p(y)), the mean over ten splits of the images.
+exp E KL(p(y|x) ‖ p(y)), the mean over ten random splits of the images, as in torch-fidelity.
 "Improved Precision and Recall Metric for Assessing Generative Models" (Kynkäänniemi et al., 2019),
 equations 1 and 2: a set's manifold is the union of balls around its vectors, with the distance to
 the k-th nearest other vector as radius. Precision is the fraction of samples in the manifold of the
@@ -98,15 +98,17 @@ class RunningClassScore:
 
     Args:
         num_images: N, which determines the splits.
-        shuffled: splits are random; by default they are consecutive images. A split of images that
-            are sorted by class has few classes, and exp KL is at most their number.
+        in_order: splits are consecutive images, as in ADM's evaluator; by default they are random.
+            A split of images that are sorted by class has few classes, and exp KL is at most their
+            number; one of classes in turn has equally many images of each, and a higher score than
+            one of random classes.
     """
 
-    def __init__(self, num_images: int, *, shuffled: bool = False) -> None:
+    def __init__(self, num_images: int, *, in_order: bool = False) -> None:
         self.num_splits = min(NUM_SPLITS, num_images)
         self._ends = [i * num_images // self.num_splits for i in range(1, self.num_splits + 1)]
         self._places = torch.arange(num_images)
-        if shuffled:
+        if not in_order:
             draws = uniform(self._places, 1, seed=0, purpose="class score")[:, 0]
             self._places = draws.argsort(stable=True)
         self._seen = 0
