@@ -200,7 +200,8 @@ class OptimizerConfig(Section):
     """Maximum global gradient norm; 0 disables clipping."""
     ema_decay: Fraction = 0.0
     """Decay per step of an EMA of the weights, which replaces the weights in validation, in image
-    grids and wherever the run is opened; 0: none."""
+    grids and wherever the run is opened; 0: none. It starts from the weights of the first step, of
+    which 0.9999 leaves 37 % after 10,000 steps, 1 % after 46,000."""
 
 
 class ScheduleConfig(Section):

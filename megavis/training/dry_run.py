@@ -25,7 +25,11 @@ from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.limits import allowed_open_files
 from megavis.planning.layouts import Layout, layout_name
-from megavis.training.run_folder import check_earlier_run, check_same_origin
+from megavis.training.run_folder import (
+    check_earlier_run,
+    check_same_origin,
+    warning_of_average,
+)
 from megavis.training.trainer import Trainer
 
 _FLOAT32 = 4
@@ -67,6 +71,8 @@ def dry_run(config: RunConfig, num_processes: int) -> Iterator[DryRunCheck]:
     warning = config.objective.warning(config)
     if config.finetune is None and warning is not None:
         yield DryRunCheck("samples", True, warning)
+    if (of_average := warning_of_average(config)) is not None:
+        yield DryRunCheck("average", True, of_average)
     layout = Layout.of(config, num_processes)
     yield DryRunCheck(
         "layout",

@@ -30,6 +30,9 @@ from megavis.parallel.progress_bar import is_quiet
 from megavis.training.faults.interruption import is_automatic
 from megavis.training.provenance import record_start
 
+_MOST_OF_START = 0.02
+"""Share of the first step's weights in the average at the end of a run, above which it warns."""
+
 
 @contextlib.contextmanager
 def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
@@ -73,6 +76,8 @@ def prepare_folder(
             f"WARNING: pipeline stages with parallel.zero_stage {config.parallel.zero_stage} are"
             " experimental: they rely on private parts of DeepSpeed; use zero_stage 1\n"
         )
+    if first_step < steps and (of_average := warning_of_average(config)):
+        sys.stderr.write(f"WARNING: {of_average}\n")
     # A finished run keeps the config that it was trained with; fine-tuning may evaluate again.
     if first_step < steps or config.finetune is not None:
         write_atomically(folder / "config.yaml", dump_config(config).encode())
@@ -90,6 +95,21 @@ def prepare_folder(
         where = f"{facts['device']}, {counted(context.world.size, 'process', 'processes')}"
         sys.stderr.write(f"{folder}: on {where}\n")
     record_start(folder, first_step, **facts)
+
+
+def warning_of_average(config: RunConfig) -> str | None:
+    """Return a warning if a run's average of the weights will consist of early ones; else None."""
+    decay, steps = config.optimizer.ema_decay, config.training.steps
+    of_start = decay ** (steps - 1)
+    if not decay or of_start < _MOST_OF_START:
+        return None
+    # e^-5 of the first step's weights are left.
+    shorter = max(0.0, 1.0 - 5.0 / steps)
+    return (
+        f"optimizer.ema_decay {decay:g} leaves {100 * of_start:.0f} % of the first step's weights"
+        f" in the average after {counted(steps, 'step')}, and validation, samples and whatever"
+        f" opens the run use the average; {f'{shorter:.6g} leaves 1 %' if shorter else 'use 0'}"
+    )
 
 
 def check_same_origin(

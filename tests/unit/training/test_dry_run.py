@@ -113,3 +113,20 @@ def test_what_cannot_be_sampled_is_said_before_training(lines, tiny_config, caps
     assert f"WARNING: {text}" in capsys.readouterr().err
     _, found = lines(tiny_config, hidden.replace("masked", "rounds"), "name=rounds")
     assert not any("samples: " in line for line in found)
+
+
+def test_an_average_that_is_mostly_of_the_start_is_said(lines, tiny_config, capsys):
+    """MAR's issue 36: black images from the average of a run that is shorter than its memory."""
+    short = ("training.steps=3", "schedule.warmup_steps=0", "data.validation=null")
+    text = "optimizer.ema_decay 0.9999 leaves 100 % of the first step's weights in the average"
+    code, found = lines(tiny_config, "optimizer.ema_decay=0.9999", "name=averaged", *short)
+    assert code == 0
+    assert any(line.startswith(f"ok  average: {text} after 3 steps, ") for line in found)
+    words = ["train", str(tiny_config), "optimizer.ema_decay=0.9999", "name=averaged", *short]
+    assert main(words) == 0
+    assert f"WARNING: {text}" in capsys.readouterr().err
+    longer = ("training.steps=1000", "schedule.warmup_steps=0", "data.validation=null")
+    _, found = lines(tiny_config, "optimizer.ema_decay=0.997", "name=averaged", *longer)
+    assert any("leaves 5 % of" in line and line.endswith("; 0.995 leaves 1 %") for line in found)
+    _, found = lines(tiny_config, "optimizer.ema_decay=0.995", "name=averaged", *longer)
+    assert not any("average: " in line for line in found)
