@@ -260,7 +260,7 @@ def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -
     root = Path(root)
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of images")
-    files = [_file_of(root, raw) for raw in walk_files(root)]
+    files = [file_of(root, raw) for raw in walk_files(root)]
     holding = {_folder(file) for file in files if has_image_suffix(file.name)}
     for file in files:
         if _folder(file) not in holding and is_image(root / (file.path or file.name)):
@@ -315,7 +315,8 @@ def number_classes(
     return {name: label for label, name in enumerate(classes)}
 
 
-def _file_of(root: Path, raw: str) -> SourceFile:
+def file_of(root: Path, raw: str) -> SourceFile:
+    """Return a file by its path below `root`, without a label. Raises as `size_and_fault`."""
     name = printable(raw)
     path = "" if name == raw else raw
     num_bytes, fault = size_and_fault(root / raw)

@@ -17,10 +17,9 @@ import copy
 import hashlib
 import io
 import math
-import re
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,10 @@ from data_tools.decode import RefusedImageError
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
-from data_tools.sources import FileSource, SourceFile, SourceImage
+from data_tools.sources import FileSource, SourceFile, SourceImage, file_of, printable
 from data_tools.speech_lists import SILENCE, read_split_lists
 from data_tools.user_text import numbered_lines
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.codecs.recordings import RecordingsCodec
 from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
 from megavis.data.format.folders import find_files, walk_files
@@ -42,6 +41,9 @@ from megavis.data.format.manifest import SUFFIXES
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN = "_background_noise_", "_unknown_"
+_WAV = ".wav"
+# What scipy says of chunks that other programs add, all of which it skips.
+_OF_METADATA = (r"Chunk \(non-data\) not understood", "Incomplete chunk ID")
 _OTHERS = 10
 """Recordings of `--words` per unknown word and per silence."""
 
@@ -85,8 +87,7 @@ def run_speech(arguments: argparse.Namespace) -> int:
     words = tuple(filter(None, arguments.words.split(",")))
     noises = read_noises(arguments.source / NOISE, resample=arguments.resample)
     for part, source in sources(arguments.source, words, arguments.split_lists).items():
-        if words:
-            say(_counts(part, source, words))
+        say(_counts(part, source, words))
         job = copy.copy(arguments)
         job.out = arguments.out / part
         code = run_job(source, SpeechEncoder(resample=arguments.resample), job, label=part)
@@ -100,6 +101,10 @@ def run_speech(arguments: argparse.Namespace) -> int:
 
 def _counts(part: str, source: FileSource, words: Sequence[str]) -> str:
     """Return a line on the number of recordings of a part."""
+    if not words:
+        spoken = {file.label for file in source.files}
+        many = counted(len(source.files), "recording")
+        return f"{part}: {many} of {counted(len(spoken), 'word')}"
     labels = [min(file.label - len(words), 1) for file in source.files]
     unknown, silent = labels.count(0), labels.count(1)
     wanted = len(labels) - unknown - silent
@@ -124,10 +129,9 @@ def sources(
         raise UserError("--split-lists needs --words: the lists are of wanted and other words")
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
-    names = sorted(name for name in walk_files(root) if re.fullmatch(r"[^/]+/[^/]+\.wav", name))
+    spoken = _recordings(root)
     lists = {} if split_lists else LISTS
-    part_of = {name: part for part, file in lists.items() for name in _listed(root / file, names)}
-    spoken = [name for name in names if not name.startswith(NOISE)]
+    part_of = {name: part for part, file in lists.items() for name in _listed(root / file, spoken)}
     there = sorted({name.split("/")[0] for name in spoken})
     missing = [word for word in words if word not in there]
     if missing or not there:
@@ -139,7 +143,7 @@ def sources(
         mine: Sequence[str] = [name for name in spoken if part_of.get(name, "train") == part]
         if listed:
             mine = listed[part].names
-        files = list(_labelled(root, mine, words, classes))
+        files = list(_labelled([spoken[name] for name in mine], words, classes))
         wanted = sum(file.label < len(words or classes) for file in files)
         if not wanted:
             raise _nothing_in(root, part, words)
@@ -147,7 +151,8 @@ def sources(
             silent = listed[part].num_silences if listed else num_others(wanted)
             if not listed:
                 files = _share(files, len(words), num_others(wanted))
-            files += _silences(files[0], part, silent, label=len(words) + 1)
+            like = next((file for file in files if not file.refused), files[0])
+            files += _silences(like, part, silent, label=len(words) + 1)
         description = f"Speech Commands folder {root.name}, {part}"
         found[part] = FileSource.of(
             files, description=description, root=root, classes=classes, extra=part
@@ -162,28 +167,56 @@ def _nothing_in(root: Path, part: str, words: Sequence[str]) -> UserError:
     return UserError(f"{root} has no {what} for {part}: {advice}")
 
 
-def _listed(path: Path, names: Sequence[str]) -> list[str]:
-    """Return the names in a list. Raises UserError if it has names, but none of a recording."""
+def _recordings(root: Path) -> dict[str, SourceFile]:
+    """Return the recordings `word/name.wav` of a folder by name, without the noises.
+
+    Prints how many other files there are.
+    """
+    raw: list[str] = []
+    others: list[str] = []
+    for path in walk_files(root):
+        is_sound = path.lower().endswith(_WAV)
+        if path.startswith(NOISE) or not (is_sound or "/" in path):
+            continue  # noises are read elsewhere, and lists are beside the words
+        (raw if is_sound and path.count("/") == 1 else others).append(path)
+    if others:
+        many, example = counted(len(others), "file"), printable(min(others))
+        say(f"{root}: {many} not read, such as {example}: only word/name{_WAV} are")
+    return {file.name: file for file in sorted((file_of(root, path) for path in raw), key=_name)}
+
+
+def _name(file: SourceFile) -> str:
+    return file.name
+
+
+def _listed(path: Path, recordings: Collection[str]) -> list[str]:
+    """Return the names in a list; print how many have no recording.
+
+    Raises UserError if it has names, but none of a recording.
+    """
     if not path.is_file():
         raise UserError(f"{path} is missing: it lists the files that are held out")
     lines = numbered_lines(path)
-    if names and lines and not {name for _, name in lines} & set(names):
+    absent = [(number, name) for number, name in lines if name not in recordings]
+    if recordings and lines and len(absent) == len(lines):
         number, name = lines[0]
         raise UserError(
-            f"{path} line {number}: {name!r} is not the name of a recording, such as {names[0]};"
-            " neither is any other line"
+            f"{path} line {number}: {name!r} is not the name of a recording, such as"
+            f" {next(iter(recordings))}; neither is any other line"
         )
+    if absent:
+        names = counted(len(absent), "name")
+        say(f"{path} lists {names} of no recording, such as {absent[0][1]}")
     return [name for _, name in lines]
 
 
 def _labelled(
-    root: Path, names: Sequence[str], words: Sequence[str], classes: Sequence[str]
+    files: Sequence[SourceFile], words: Sequence[str], classes: Sequence[str]
 ) -> Iterator[SourceFile]:
     numbers = {name: number for number, name in enumerate(classes)}
-    for name in names:
-        word = name.split("/")[0]
-        label = numbers[word if word in words or not words else UNKNOWN]
-        yield SourceFile(name, label, (root / name).stat().st_size)
+    for file in files:
+        word = file.name.split("/")[0]
+        yield replace(file, label=numbers[word if word in words or not words else UNKNOWN])
 
 
 def _share(files: Sequence[SourceFile], unknown: int, count: int) -> list[SourceFile]:
@@ -254,7 +287,7 @@ def read_noises(folder: Path, *, resample: bool = False) -> list[np.ndarray]:
     noises: list[np.ndarray] = []
     if not folder.exists():
         return noises
-    for path in find_files(folder, "*.wav"):
+    for path in find_files(folder, "*.[wW][aA][vV]"):
         try:
             noises.append(read_wav(path.read_bytes(), resample=resample))
         except RefusedImageError as refusal:
@@ -278,6 +311,8 @@ def read_wav(content: bytes, *, resample: bool = False) -> np.ndarray:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", wavfile.WavFileWarning)  # truncated files
+            for text in _OF_METADATA:
+                warnings.filterwarnings("ignore", text, wavfile.WavFileWarning)
             rate, samples = wavfile.read(io.BytesIO(content))
     except MemoryError:  # says nothing about the file
         raise

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import struct
 
 import numpy as np
 import pytest
@@ -39,6 +41,57 @@ def test_read_wav():
     ):
         with pytest.raises(RefusedImageError, match=reason):
             read_wav(content)
+
+
+def chunk(name, content):
+    return name + struct.pack("<I", len(content)) + content + bytes(len(content) % 2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", [b"bext", b"id3 ", b"cue ", b"smpl", b"iXML", b"LIST"])
+def test_metadata_of_a_recording_do_not_matter(name, before):
+    """Recorders, sample libraries and editors write chunks of their own, of any length."""
+    samples = RANDOM.integers(-32768, 32767, 1_000).astype(np.int16)
+    plain = wav(samples)
+    start, data = plain[12:36], plain[36:]
+    chunks = [start, chunk(name, b"x" * 41), data] if before else [start, data, chunk(name, b"x")]
+    body = b"WAVE" + b"".join(chunks)
+    content = b"RIFF" + struct.pack("<I", len(body)) + body
+    assert np.array_equal(read_wav(content), samples)
+    cut = b"RIFF" + struct.pack("<I", len(body)) + body[:1_000]
+    with pytest.raises(RefusedImageError, match="no WAV file"):
+        read_wav(cut)
+
+
+def test_odd_files_of_a_folder_are_told_or_rejected(tmp_path, capsys):
+    """Suffixes of any case, names of other encodings and broken links, as everywhere else."""
+    folder = tmp_path / "commands"
+    for word in ("no", "yes"):
+        (folder / word / "deep").mkdir(parents=True)
+        for number in range(3):
+            (folder / word / f"{number}.wav").write_bytes(wav(np.ones(16_000, np.int16)))
+    (folder / "no" / "0.wav").unlink()
+    (folder / "no" / "0.wav").symlink_to("nowhere.wav")  # silences refer to no such file
+    (folder / "yes" / "0.wav").rename(folder / "yes" / "0.WAV")
+    latin = os.fsdecode(b"caf\xe9.wav")
+    (folder / "yes" / latin).write_bytes(wav(np.ones(16_000, np.int16)))
+    (folder / "yes" / "deep" / "4.wav").write_bytes(wav(np.ones(16_000, np.int16)))
+    (folder / "yes" / "5.flac").write_bytes(b"fLaC")
+    (folder / "validation_list.txt").write_text("yes/1.wav\nno/1.wav\nno/77.wav\n")
+    (folder / "testing_list.txt").write_text("yes/2.wav\nno/2.wav\n")
+    for words, count in (("", 3), ("yes,no", 4)):
+        out = tmp_path / f"out{words}"
+        assert main(["speech", str(folder), "--out", str(out), "--words", words]) == 0
+        manifest = json.loads((out / "train/manifest.json").read_text())
+        assert manifest["skipped"] == {"unreadable file": 1}
+        (index,) = (json.loads(path.read_text()) for path in (out / "train").glob("*.index.json"))
+        names = {name for name in index["sources"] if "_silence_" not in name}
+        assert names == {"yes/0.WAV", "yes/caf\\xe9.wav"}
+        assert len(index["sources"]) + 1 == count
+        said = capsys.readouterr().out
+        assert "validation_list.txt lists 1 name of no recording, such as no/77.wav" in said
+        assert words or "train: 3 recordings of 2 words\n" in said
+        assert "2 files not read, such as yes/5.flac: only word/name.wav are" in said
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 44_100])
