@@ -162,6 +162,9 @@ def _write_shards(
     remove_reports(arguments)
     for line in unread_lines((result.unread for result in outcome.results), source.class_names):
         say(f"  {line}")
+    unlabelled = sum(result.unlabelled for result in outcome.results)
+    if unlabelled and source.class_names:
+        say(f"  {counted(unlabelled, 'sample')} without a label")
     if not any(any(result.shards) for result in outcome.results):
         upload_rest(arguments, ())
         raise UserError(_none_valid(source.root, skipped, place(arguments, REPORT_NAME)))

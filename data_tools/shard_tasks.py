@@ -139,6 +139,7 @@ class UnitResult:
         was_there: whether it had been finished before.
         peak_memory: peak memory so far of the process that ran it, in bytes.
         unread: number of members of its tar that were not read, by suffix.
+        unlabelled: number of samples without a label, in one folder.
     """
 
     num_files: int
@@ -148,6 +149,7 @@ class UnitResult:
     was_there: bool
     peak_memory: int = 0
     unread: Mapping[str, int] = field(default_factory=dict)
+    unlabelled: int = 0
 
 
 def plan_units(
@@ -322,6 +324,7 @@ def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitRe
         was_there=was_there,
         peak_memory=peak_memory(),
         unread=first.unread,
+        unlabelled=sum(label < 0 for label in first.labels),
     )
 
 

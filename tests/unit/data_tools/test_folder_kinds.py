@@ -205,6 +205,23 @@ def test_unread_labels_of_tars(tmp_path, capsys):
     assert "2 tars, 3 classes (a, b, c), labels from .cls members" in said
 
 
+def test_samples_without_a_label_are_counted(tmp_path, capsys):
+    """Tars whose labels are elsewhere, as in .json members, are not labelled by .cls members."""
+    (tmp_path / "classes.txt").write_text("a\nb\nc\n")
+    options = ("--classes-from", tmp_path / "classes.txt")
+    for number in range(2):
+        members = web_members(range(4 * number, 4 * number + 4), labels=number == 1)
+        write_tar(tmp_path / "web" / f"{number:05d}.tar", members)
+    for _ in range(2):  # those that were finished before are counted too
+        assert jpeg(tmp_path / "web", tmp_path / "some", *options) == 0
+        assert "\n  4 samples without a label\n" in capsys.readouterr().out
+    for path, said in ((tmp_path / "web/00000.tar", True), (tmp_path / "web/00001.tar", False)):
+        assert jpeg(path, tmp_path / path.stem, *options) == 0
+        assert ("without a label" in capsys.readouterr().out) == said
+    assert jpeg(tmp_path / "web/00000.tar", tmp_path / "no_classes") == 0
+    assert "without a label" not in capsys.readouterr().out
+
+
 def test_members_are_known_by_content(tmp_path, capsys):
     picture = real_picture()
     members = [
