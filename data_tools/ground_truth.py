@@ -23,6 +23,7 @@ KAGGLE_CLASSES = "LOC_synset_mapping.txt"
 _KIT = "ILSVRC2012_devkit_t12"
 _TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _META = "meta.mat"
+_TRUTHS = (KAGGLE_TRUTH, _KIT, f"{_KIT}.tar.gz", _TRUTH)
 _NUMBER = re.compile(r"_(\d+)\.[A-Za-z]+$")
 _BETWEEN_WORDS = re.compile(r"[\s,]+")
 _KAGGLE_COLUMNS = ("ImageId", "PredictionString")
@@ -112,15 +113,18 @@ def _stem(name: str) -> str:
 
 
 def find_truth(place: Path) -> Path | None:
-    """Return the ground truth next to the images, or above them in Kaggle's tree.
+    """Return the ground truth next to or among the images, or above them in Kaggle's tree.
 
     In any other tree, a list in a parent folder may belong to other images.
     """
+    for name in _TRUTHS if place.is_dir() else ():
+        if (place / name).exists():
+            return place / name
     folders = place.resolve().parents
     in_tree = [folder for folder in folders if folder.parts[-len(_TREE) :] == _TREE]
     levels = folders.index(in_tree[0]) + len(_TREE) + 1 if in_tree else 1
     for folder in folders[:levels]:
-        for name in (KAGGLE_TRUTH, _KIT, f"{_KIT}.tar.gz", _TRUTH):
+        for name in _TRUTHS:
             if (folder / name).exists():
                 return folder / name
     return None

@@ -111,6 +111,17 @@ def test_ground_truth_of_folders_further_up_is_that_of_others(tmp_path):
         opened(root)
 
 
+def test_ground_truth_among_the_images(tmp_path):
+    """The tar was unpacked where it was downloaded to, beside the kit."""
+    root = write_folder(tmp_path / "imagenet", validation_files())
+    write_tar(root / "ILSVRC2012_img_val.tar", list(validation_files().items()))
+    write_kit(root / "ILSVRC2012_devkit_t12")
+    found, refused = pictures(opened(root))
+    expected = labels_by_name(opened(root / "ILSVRC2012_img_val.tar"))
+    assert {picture.name: picture.label for picture in found} == expected
+    assert set(refused.values()) == {"not in the ground truth"}
+
+
 def test_validation_layouts_are_equal(layouts):
     folder, tar = opened(layouts / "flat/val"), opened(layouts / "flat/ILSVRC2012_img_val.tar")
     kaggle = opened(layouts / "kaggle", "--layout", "kaggle-validation")
