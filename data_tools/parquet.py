@@ -406,7 +406,13 @@ def _label_column(
                 f" such as --label-column {next(iter(named))}"
             )
         # Numbers without names are only labels if their classes are given.
-        guessed = "label" if known is not None and "label" in whole else ""
+        guessed = "label" if known is not None and "label" in schema.names and not named else ""
+        if guessed and guessed not in whole:
+            raise UserError(
+                f"--classes-from: the values of column {guessed} of {path} are"
+                f" {schema.field(guessed).type}, not whole numbers: replace them by the numbers of"
+                " the classes, from 0, or remove the option to read no labels"
+            )
         wanted = next(iter(named), guessed)
     elif wanted not in whole:
         raise UserError(

@@ -240,6 +240,24 @@ def test_choice_of_columns(tmp_path):
     assert opened(path, "--label-column", "coarse").class_names == ("a", "b")
 
 
+@pytest.mark.parametrize("labels", [["cat", "ant"], [1.0, None], [True, False]])
+def test_labels_that_are_no_whole_numbers_are_not_dropped_in_silence(labels, tmp_path, capsys):
+    path = write(tmp_path / "a.parquet", [small_jpeg(1), small_jpeg(2)], [0, 1], names=())
+    table = parquet.read_table(path)
+    parquet.write_table(table.set_column(1, "label", pyarrow.array(labels)), path)
+    listed = tmp_path / "classes.txt"
+    listed.write_text("ant\ncat\n")
+    kind = pyarrow.array(labels).type
+    with pytest.raises(
+        UserError, match=f"--classes-from: .* column label .* are {kind}, not whole"
+    ):
+        opened(path, "--classes-from", listed)
+    assert opened(path).class_names == ()
+    assert "columns not read: label" in capsys.readouterr().out
+    parquet.write_table(table.drop_columns(["label"]), path)  # as of a test set
+    assert opened(path, "--classes-from", listed).class_names == ()
+
+
 def test_plain_bytes_as_img2dataset_writes_them(tmp_path):
     table = pyarrow.table({"key": ["7", "8"], "jpg": [small_jpeg(7), small_jpeg(8)]})
     parquet.write_table(table, tmp_path / "00000.parquet")
