@@ -137,11 +137,21 @@ def open_selection(split: Split, share: float, filtered: Path | None) -> ImageSe
 
 
 def check_made_for(selection: ImageSelection, source_sha256: str) -> None:
-    """Raise UserError if `filter` was run on another source."""
+    """Raise UserError if `filter` was run on another source, or did not write the folder."""
     if selection.filtered is None:
         return
-    decision = json.loads((selection.filtered / DECISION_NAME).read_bytes())
-    if decision["source"] != source_sha256:
+    path = selection.filtered / DECISION_NAME
+    try:
+        decision = json.loads(path.read_bytes())
+        made_for = decision["source"] if "num_kept" in decision else None
+    except (ValueError, TypeError):
+        made_for = None
+    if made_for is None:  # folders of shards have a report of the same name
+        raise UserError(
+            f"--selection: {path} is not the report of `filter`: give the folder that `python -m"
+            " data_tools filter` wrote"
+        )
+    if made_for != source_sha256:
         raise UserError(
             f"--selection {selection.filtered} was made from other images than these: "
             "run `python -m data_tools filter` on this source"

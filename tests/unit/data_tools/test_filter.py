@@ -273,6 +273,19 @@ def test_evaluation_set_in_any_layout(tmp_path):
     assert open_unlabelled(tar).sha256 == open_unlabelled(folder).sha256
 
 
+@pytest.mark.parametrize("report", ["{}", "[]", "{", "", '{"source": 7}'])
+def test_a_folder_that_is_no_selection(report, web, tmp_path, capsys):
+    """Every folder of shards has a report, of another form."""
+    folder = tmp_path / "selection"
+    folder.mkdir()
+    (folder / "report.json").write_text(report)
+    words = ["jpeg", str(web / "tars"), "--out", str(tmp_path / "out"), "--selection", str(folder)]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{folder}/report.json is not the report of `filter`" in error
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
