@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from data_tools.decode import decode_image
@@ -164,5 +165,5 @@ def _list_divided(
         ordered = sorted(own, key=lambda file: hashlib.sha256(file.name.encode()).digest())
         for place, file in enumerate(ordered):
             if belongs(place, len(ordered)) == split:
-                chosen.append(SourceFile(file.name, label, file.num_bytes, file.path))
+                chosen.append(replace(file, label=label))
     return Listing(classes, chosen)

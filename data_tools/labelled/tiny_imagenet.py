@@ -8,6 +8,7 @@ hash is the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from data_tools.labelled.data_set import TRAIN, UNLABELED, Listing, image_file
@@ -48,7 +49,7 @@ def _training_files(root: Path, classes: Mapping[str, int]) -> list[SourceFile]:
             raise UserError(f"{root / 'train' / name} is not in {IDS}: remove it, or list it there")
         if file.name.startswith(f"{name}/images/"):
             path = f"train/{file.path or file.name}"
-            files.append(SourceFile(file.name, classes[name], file.num_bytes, path))
+            files.append(replace(file, label=classes[name], path=path))
     return files
 
 
@@ -66,12 +67,12 @@ def _held_out_files(root: Path, classes: Mapping[str, int]) -> list[SourceFile]:
         files.append(image_file(root, path, classes[wnid], listed_in=listed_in))
     others = [file for file in _below(root, "val/images") if file.name not in labels]
     # The label of a rejected file is not used, but must name a class.
-    return files + [SourceFile(f.name, 0, f.num_bytes, f.path, refused=_NO_LABEL) for f in others]
+    return files + [replace(file, label=0, refused=_NO_LABEL) for file in others]
 
 
 def _below(root: Path, folder: str) -> list[SourceFile]:
     """List a folder of images without labels, by their paths below `root`."""
     return [
-        SourceFile(f"{folder}/{file.name}", -1, file.num_bytes)
+        replace(file, name=f"{folder}/{file.name}", path=f"{folder}/{file.path or file.name}")
         for file in list_images(root / folder).files
     ]

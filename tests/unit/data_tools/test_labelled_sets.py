@@ -132,6 +132,15 @@ def test_undivided_sets_are_split_by_name(tmp_path):
     assert first == {f"AnnualCrop/AnnualCrop_{number}.jpg" for number in (6, 7, 2, 9, 8, 5)}
 
 
+def test_broken_links_of_an_undivided_set_are_rejected(tmp_path):
+    written("eurosat", tmp_path)
+    for path in sorted(tmp_path.glob("AnnualCrop/*"))[:-1]:
+        path.unlink()
+        path.symlink_to("nowhere.jpg")
+    source = opened(tmp_path, "--split", "all")
+    assert {file.refused for file in source.files if file.label == 0} == {"", "unreadable file"}
+
+
 def test_shards_of_a_test_set(tmp_path):
     expected = written("cifar10_python", tmp_path / "cifar")
     words = ["jpeg", str(tmp_path / "cifar"), "--split", "test", "--size", "32"]

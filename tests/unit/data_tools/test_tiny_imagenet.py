@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from image_sources import opened, small_jpeg, write_folder
@@ -53,6 +55,19 @@ def test_validation_labels_are_those_of_training(root):
     }
     assert labels(test) == {f"val/images/{name}": wnid for name, wnid in HELD_OUT.items()}
     assert len(opened(root, "--split", "unlabeled").files) == 2
+
+
+@pytest.mark.parametrize("split", ["all", "unlabeled"])
+def test_broken_links_and_names_of_other_encodings(split, root, tmp_path, capsys):
+    """They are rejected or read as in a folder; the job does not fail as on a lost disk."""
+    folder = root / ("test/images" if split == "unlabeled" else f"train/{IDS[0]}/images")
+    (folder / "gone.JPEG").symlink_to("nowhere.JPEG")
+    (folder / os.fsdecode(b"caf\xe9.JPEG")).write_bytes(small_jpeg(40))
+    out = tmp_path / "out"
+    assert main(["jpeg", str(root), "--split", split, "--out", str(out)]) == 0
+    manifest = Manifest.read(out)
+    assert manifest.skipped == {"unreadable file": 1}
+    assert manifest.num_samples == (3 if split == "unlabeled" else 10)
 
 
 def test_the_training_folder_alone_gives_the_same_split(root):
