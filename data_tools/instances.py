@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from data_tools.decode import RefusedImageError
 from data_tools.image_shards import TargetEncoder, add_quality_argument, check_quality
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.label_maps import read_json
+from data_tools.label_maps import by_id, read_json
 from data_tools.sources import FileSource, SourceFile, listed_size_and_fault
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.instances import require_dense
@@ -31,6 +32,8 @@ _NO_OBJECT = "image without an object"
 _NO_MASK = "object: a mask that is neither polygons nor run lengths of the image's size"
 _LEAST_POLYGON = 6
 """Numbers of a triangle; shorter polygons have no area."""
+_MOST_BEYOND = 10
+"""Longer sides of the image that a point of a polygon may be away."""
 
 
 def add_instances_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +81,10 @@ def list_instances(
         raise UserError(f"{images} is not a folder")
     content = _checked(read_json(annotations), annotations)
     try:
-        classes = {each["id"]: number for number, each in enumerate(content["categories"], 1)}
-        names = tuple(each["name"] for each in content["categories"])
-        listed = {each["id"]: each for each in content["images"]}
+        categories = by_id(content, "categories", annotations)
+        classes = {key: number for number, key in enumerate(categories, 1)}
+        names = tuple(each["name"] for each in categories.values())
+        listed = by_id(content, "images", annotations)
         objects, dropped = _objects(content["annotations"], listed, classes, annotations)
         files = [
             _file(each, objects[number], images, skips_empty=skips_empty)
@@ -142,6 +146,7 @@ def _objects(
         mask = each["segmentation"]
         if isinstance(mask, list):
             mask = [polygon for polygon in mask if len(polygon) >= _LEAST_POLYGON]
+        _check_numbers(each, what)
         if not mask or min(each["bbox"][2:]) <= 0:
             dropped["boxes"] += 1
             continue
@@ -155,6 +160,15 @@ def _objects(
             }
         )
     return found, dropped["boxes"]
+
+
+def _check_numbers(annotation: Mapping[str, Any], what: str) -> None:
+    """Raise UserError if box or area are no numbers, which JSON files of Python may hold."""
+    box, area = annotation["bbox"], annotation["area"]
+    if len(box) != 4 or not all(map(math.isfinite, box)):
+        raise UserError(f"{what} has no `bbox` of four numbers, but {box}")
+    if not math.isfinite(area):
+        raise UserError(f"{what} has an `area` of {area}")
 
 
 def _file(
@@ -190,6 +204,8 @@ def _run_lengths(mask: Any, height: int, width: int) -> str:
     from pycocotools import mask as coco
 
     try:
+        if not _may_be_mask(mask, height, width):
+            raise RefusedImageError(_NO_MASK)
         if isinstance(mask, list):
             encoded = coco.merge(coco.frPyObjects(mask, height, width))
         elif isinstance(mask["counts"], list):
@@ -205,3 +221,18 @@ def _run_lengths(mask: Any, height: int, width: int) -> str:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RefusedImageError(_NO_MASK) from None
     return text
+
+
+def _may_be_mask(mask: Any, height: int, width: int) -> bool:
+    """Return whether numbers of a mask are possible, which COCO's own tools do not check.
+
+    They take memory for every pixel on the outline of a polygon, also beyond the image.
+    """
+    if isinstance(mask, list):
+        most = _MOST_BEYOND * max(height, width)
+        numbers = [number for polygon in mask for number in polygon]
+        return all(isinstance(each, int | float) and abs(each) <= most for each in numbers)
+    counts = mask["counts"]
+    if not isinstance(counts, list):
+        return True
+    return min(counts, default=0) >= 0 and sum(counts) == height * width

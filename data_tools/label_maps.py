@@ -16,6 +16,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,14 +85,15 @@ def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSour
             raise UserError(f"{folder} is not a folder")
     content = read_json(annotations)
     try:
-        categories = content["categories"]
-        classes = {each["id"]: number for number, each in enumerate(categories, start=1)}
+        categories = by_id(content, "categories", annotations)
+        classes = {key: number for number, key in enumerate(categories, start=1)}
         target = {
             "kind": "panoptic",
-            "class_names": tuple(each["name"] for each in categories),
-            "things": tuple(bool(each["isthing"]) for each in categories),
+            "class_names": tuple(each["name"] for each in categories.values()),
+            "things": tuple(bool(each["isthing"]) for each in categories.values()),
         }
-        names = {each["id"]: each["file_name"] for each in content["images"]}
+        images_by_id = by_id(content, "images", annotations)
+        names = {key: each["file_name"] for key, each in images_by_id.items()}
         files = [_file(each, names, classes, images, maps) for each in content["annotations"]]
         described = {each["image_id"] for each in content["annotations"]}
         files += [
@@ -112,6 +114,20 @@ def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSour
         read=_read_pair,
     )
     return source, target
+
+
+def by_id(content: Mapping[str, Any], key: str, path: Path) -> dict[Any, Mapping[str, Any]]:
+    """Return the entries of a list in COCO's format by their ids.
+
+    Raises UserError if two have the same, as in files joined from several: what refers to it
+    would belong to the wrong one.
+    """
+    found: dict[Any, Mapping[str, Any]] = {}
+    for each in content[key]:
+        if each["id"] in found:
+            raise UserError(f"{path}: `{key}` lists the id {each['id']} twice: give each its own")
+        found[each["id"]] = each
+    return found
 
 
 def read_json(path: Path) -> Any:
@@ -227,8 +243,8 @@ def add_nyu_arguments(parser: argparse.ArgumentParser) -> None:
 def run_depth(arguments: argparse.Namespace) -> int:
     """Write the shard folder from two folders. Raises UserError and OSError."""
     check_quality(arguments.quality)
-    if arguments.units_per_metre <= 0:
-        raise UserError("--units-per-metre must be above 0")
+    if not 0 < arguments.units_per_metre < math.inf:  # not a number is not either
+        raise UserError("--units-per-metre must be a number above 0")
     pairs = pair_up(list_images(arguments.images), list_images(arguments.depths))
     read = functools.partial(_read_folders, units=arguments.units_per_metre)
     source = replace(pairs, read=read)

@@ -13,6 +13,8 @@ from pycocotools.coco import COCO
 from scene_shards import write_scenes
 
 from data_tools.__main__ import main
+from data_tools.decode import RefusedImageError
+from data_tools.instances import stored_objects
 from data_tools.scenes import CATEGORIES
 from megavis.data.codecs.instances import MAX_OBJECTS, InstancesCodec, masks_of, read_objects
 from megavis.data.codecs.jpeg import join, split
@@ -179,6 +181,23 @@ def changed(folder, change):
         (lambda c: c["annotations"][1].update(category_id=2), "annotation 501 has category 2"),
         (lambda c: c["annotations"][1].pop("segmentation"), "501 has no `segmentation`"),
         (lambda c: c["images"][0].pop("height"), "is not a JSON file of instances: KeyError"),
+        (lambda c: c["annotations"][1].update(bbox=[]), "annotation 501 has no `bbox` of four"),
+        (
+            lambda c: c["annotations"][1].update(bbox=[1, 2, float("nan"), 3]),
+            "annotation 501 has no `bbox` of four numbers",
+        ),
+        (
+            lambda c: c["annotations"][1].update(area=float("inf")),
+            "annotation 501 has an `area` of inf",
+        ),
+        (
+            lambda c: c["images"].append({**c["images"][0], "file_name": "other.jpg"}),
+            "`images` lists the id 1000 twice",
+        ),
+        (
+            lambda c: c["categories"].append({**c["categories"][0], "name": "other"}),
+            "`categories` lists the id 1 twice",
+        ),
         (
             lambda c: c["annotations"][0].update(segments_info=[]),
             "has panoptic maps: use `data_tools maps panoptic`",
@@ -189,6 +208,34 @@ def test_bad_annotations_are_named(tmp_path, capsys, change, message):
     folder = write_coco(tmp_path / "coco", train=3, validation=1)
     assert main(changed(folder, change)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[1.0, 1.0, float("nan"), 1.0, 5.0, 5.0]],
+        [[1.0, 1.0, 1e9, 1.0, 5.0, 5.0]],
+        [[1.0, 1.0, -float("inf"), 1.0, 5.0, 5.0]],
+        [[1.0, 1.0, "5", 1.0, 5.0, 5.0]],
+        {"counts": [20, 20], "size": [48, 64]},
+        {"counts": [48 * 64, 1], "size": [48, 64]},
+        {"counts": [48 * 64 + 1, -1], "size": [48, 64]},
+    ],
+)
+def test_impossible_masks_are_rejected(mask):
+    """COCO's own tools fill the memory with some, and take others for masks."""
+    content = json.dumps({"size": [48, 64], "objects": [{"mask": mask}]}).encode()
+    with pytest.raises(RefusedImageError, match="neither polygons nor run lengths"):
+        stored_objects(content)
+
+
+def test_masks_beyond_the_image_are_cut():
+    square = [[32.0, -100.0, 200.0, -100.0, 200.0, 200.0, 32.0, 200.0]]
+    lengths = {"counts": [32 * 48, 32 * 48], "size": [48, 64]}
+    objects = [{"mask": square}, {"mask": lengths}]
+    _, stored = stored_objects(json.dumps({"size": [48, 64], "objects": objects}).encode())
+    cut, right = (each["mask"] for each in json.loads(stored)["objects"])
+    assert cut == right
 
 
 def test_what_is_dropped_is_counted(tmp_path, capsys):

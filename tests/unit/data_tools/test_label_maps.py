@@ -161,6 +161,28 @@ def test_unknown_category_is_an_error(tmp_path, capsys):
     assert "not a JSON file of panoptic maps: KeyError(102)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["images", "categories"])
+def test_ids_that_are_used_twice_are_an_error(key, tmp_path, capsys):
+    """As in files joined from several, where maps would belong to the image listed last."""
+    scenes = write_scenes(tmp_path)
+    path = scenes / "panoptic_train.json"
+    listed = json.loads(path.read_text())
+    listed[key][1]["id"] = listed[key][0]["id"]
+    path.write_text(json.dumps(listed))
+    words = [str(scenes / "images/train"), str(scenes / "panoptic/train"), str(path)]
+    assert main(["maps", "panoptic", *words, "--out", str(tmp_path / "out")]) == 2
+    message = f"`{key}` lists the id {listed[key][0]['id']} twice: give each its own"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unit", ["nan", "inf", "0", "-1"])
+def test_units_that_are_no_numbers(unit, tmp_path, capsys):
+    """An infinite one made all depths unknown."""
+    words = ["maps", "depth", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main([*words, "--units-per-metre", unit]) == 2
+    assert "--units-per-metre must be a number above 0" in capsys.readouterr().err
+
+
 def test_thin_images_are_rejected(tmp_path):
     images, depths = tmp_path / "images", tmp_path / "depths"
     images.mkdir()
