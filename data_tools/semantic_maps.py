@@ -31,6 +31,8 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import MAX_SEGMENTS
 
 _NO_MAP = "label map: no PNG of one number a pixel"
+_BIT_DEPTH = 24
+"""Place of this byte in a PNG file."""
 _BEYOND = "label map: number beyond the classes of --classes"
 
 
@@ -95,6 +97,8 @@ def read_semantic(content: bytes, *, num_classes: int, void: int) -> np.ndarray:
     try:
         picture = Image.open(io.BytesIO(content), formats=("PNG",))
         values = np.asarray(picture).astype(np.int64)
+        if picture.mode == "L":  # Pillow scales greys of fewer than 8 bits to 255
+            values //= 255 // (2 ** content[_BIT_DEPTH] - 1)
     except MemoryError:  # says nothing about the file
         raise
     except Exception:  # Pillow raises almost any exception on damaged bytes

@@ -1,13 +1,15 @@
 """`maps semantic` on folders as ADE20K and PASCAL VOC publish them."""
 
 import json
+import struct
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from data_tools.__main__ import main
-from data_tools.semantic_maps import read_class_names
+from data_tools.semantic_maps import read_class_names, read_semantic
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.format.manifest import Manifest
@@ -97,6 +99,22 @@ def test_wrong_maps_are_counted_by_reason(folders, capfd, values, message):
     assert run(folder, "--classes", str(folder / "names.txt")) == 0
     assert message in "".join(capfd.readouterr())
     assert len(stored(folder)) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
+def test_numbers_of_any_bit_depth(depth):
+    """Pillow scales greys of 2 and 4 bits to 255; the numbers of a map are those in the file."""
+    values = np.arange(16).reshape(2, 8) % min(2**depth, 16)
+    bits = [list(np.binary_repr(value, depth)) for value in values.flat]
+    rows = np.packbits(np.array(bits, np.uint8).reshape(2, -1), axis=1)
+    header = struct.pack(">IIBBBBB", 8, 2, depth, 0, 0, 0, 0)
+    pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    chunks = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    assert (read_semantic(png, num_classes=255, void=0) == values + 256 * values).all()
 
 
 def test_class_lists_that_are_wrong_are_refused(tmp_path):
