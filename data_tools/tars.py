@@ -50,8 +50,11 @@ from megavis.data.loading.stores import Store
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 1 << 20
 EMPTY = "empty tar"
+COMPRESSED = "compressed tar: unpack it first"
 DAMAGED = "damaged tar: what follows in it is lost"
 CUT = "tar cut off: what follows in it is lost"
+# How files of gzip, bzip2, xz and zstd start.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 _SPARSE = "sparse member of a tar"
 _LINK = "link in a tar"
 _LABEL = ".cls"
@@ -79,10 +82,12 @@ def tar_members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             silently at a damaged header, and at zeros that look like the end.
         OSError: reading fails.
     """
+    end = 0
     try:
         with tarfile.open(
             fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape"
         ) as tar:
+            end = tar.offset
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # do not keep them all
                 is_file = member.isreg() or member.issym() or member.islnk()
@@ -90,7 +95,7 @@ def tar_members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
                     yield member
             end = tar.offset
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise BrokenTarError(_reason(str(error))) from None
+        raise BrokenTarError(_reason(str(error), file, end)) from None
     _check_end(file, end)
 
 
@@ -101,7 +106,11 @@ def why_not(member: tarfile.TarInfo) -> str:
     return "" if member.isreg() else _LINK
 
 
-def _reason(text: str) -> str:
+def _reason(text: str, file: BinaryIO, end: int) -> str:
+    if not end:  # not even one header was read
+        file.seek(0)
+        if file.read(_BLOCK).startswith(_COMPRESSED):
+            return COMPRESSED
     if "empty file" in text:
         return EMPTY
     return CUT if "unexpected end" in text or "truncated" in text else DAMAGED

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import tarfile
 
 import pytest
@@ -28,6 +31,11 @@ SAMPLES = {
     "hidden": ["._a.jpg", "a.jpg", ".DS_Store", "._b.txt", "b.jpg"],
     "no Latin": ["\u9f8d/\u864e.jpg", "\u9f8d/\u864e.txt", "\u9f8d \u864e.jpg"],
 }
+
+
+def zstd(content):
+    """Return a frame of one block, stored as it is."""
+    return b"\x28\xb5\x2f\xfd" + bytes(9) + content
 
 
 def content_of(number, name):
@@ -119,3 +127,16 @@ def test_links_and_members_without_a_suffix_are_counted(tmp_path, capsys):
     assert main(["jpeg", str(tmp_path / "0.tar"), "--out", str(tmp_path / "out")]) == 0
     assert "not read in the tars: 1 without a suffix" in capsys.readouterr().out
     assert Manifest.read(tmp_path / "out").skipped == {"link in a tar": 1}
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstd])
+def test_compressed_tars_named_as_plain_ones(pack, tmp_path):
+    """webdataset unpacks them; here the reason tells what to do, and the others are read."""
+    plain = write(tmp_path / "web", ["BZh.jpg", "b.jpg"])
+    (tmp_path / "web" / "1.tar").write_bytes(pack(plain.read_bytes()))
+    (tmp_path / "web" / "2.tar").write_bytes(plain.read_bytes()[:2500])
+    assert main(["jpeg", str(tmp_path / "web"), "--out", str(tmp_path / "out")]) == 0
+    manifest = Manifest.read(tmp_path / "out")
+    assert manifest.num_samples == 3
+    assert manifest.skipped["compressed tar: unpack it first"] == 1
+    assert "tar cut off: what follows in it is lost" in manifest.skipped
