@@ -20,6 +20,8 @@ MEASURED = "measurements"
 """Folder of the measurements in the folder of `filter`."""
 KEY = "key"
 """Field of a dropped image of whose name another was kept; empty: reading rejects it."""
+FILTERED = "filtered: "
+"""Start of the reason of an image that `filter` dropped."""
 DEFAULT_SHARE = 0.04
 """Share of a validation split, as in iGPT (section 3.1)."""
 _HASH_RANGE = 1 << 64
@@ -72,7 +74,7 @@ class ImageSelection:
             else [self.filtered / dropped_name(number)]
         )
         return {
-            line.get(KEY, line["name"]): f"filtered: {line['reason']}"
+            line.get(KEY, line["name"]): f"{FILTERED}{line['reason']}"
             for path in paths
             for line in _lines(path)
             if line.get(KEY) != ""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from data_tools.parquet import ParquetSource
+from data_tools.selection import FILTERED
 from data_tools.sources import FileSource, ImageSource
 from data_tools.tars import TarSource, first_member, stated_counts
 from megavis.config.errors import UserError, counted
@@ -47,8 +48,12 @@ def _size(source: ImageSource, *, by_suffix: bool) -> str:
     assert isinstance(source, FileSource)
     files = [file for file in source.files if not by_suffix or has_image_suffix(file.name)]
     images = sum(not file.refused for file in files)
-    others = len(source.files) - images
-    return counted(images, "image") + (f" and {counted(others, 'other file')}" if others else "")
+    dropped = sum(file.refused.startswith(FILTERED) for file in source.files)
+    others = len(source.files) - images - dropped
+    text = counted(images, "image")
+    if dropped:
+        text += f", {counted(dropped, 'file')} that `filter` dropped"
+    return text + (f" and {counted(others, 'other file')}" if others else "")
 
 
 def besides(place: Path, layout: str) -> Iterator[str]:

@@ -161,6 +161,18 @@ def images_of_one_name(folder):
     )
 
 
+def test_dropped_images_are_not_told_as_other_files(tmp_path, capsys):
+    small = encoded(np.zeros((8, 8, 3), np.uint8), "PNG")
+    files = {f"{number}.jpg": jpeg(photograph(number)) for number in range(3)}
+    root = write_folder(tmp_path / "images", files | {"small.png": small, "a.txt": b"a"})
+    assert main(["filter", str(root), "--out", str(tmp_path / "selection")]) == 0
+    capsys.readouterr()
+    words = ["--selection", str(tmp_path / "selection"), "--out", str(tmp_path / "out")]
+    assert main(["jpeg", str(root), *words]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == f"{root}: 3 images, 2 files that `filter` dropped, no classes and no labels"
+
+
 def test_images_of_one_name_are_dropped_one_by_one(tmp_path):
     """By name, an image would be dropped with its duplicate, and both would be lost."""
     train, web = images_of_one_name(tmp_path)
