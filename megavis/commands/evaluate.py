@@ -41,6 +41,7 @@ from megavis.evaluation.images.generation import (
     write_statistics,
 )
 from megavis.evaluation.images.image_files import (
+    FolderImages,
     Images,
     NpzImages,
     ShardImages,
@@ -128,6 +129,11 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     )
     result = compare(samples, reference, device=device)
     say(result.line, result.caution)
+    if isinstance(images, FolderImages) and images.num_jpeg:
+        sys.stderr.write(
+            f"note: {images.num_jpeg} of {len(images)} samples are JPEG files, whose losses count"
+            " as differences: save generated images as PNG or .npz\n"
+        )
     result.write(out)
     sys.stdout.write(f"{out}\n")
     return 0

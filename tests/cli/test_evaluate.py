@@ -72,6 +72,22 @@ def test_evaluate_samples(network, shards, tmp_path, capsys):
     assert (record["precision"], record["recall"]) == pytest.approx(shares)
 
 
+@pytest.mark.parametrize(("suffixes", "noted"), [(["jpg", "png"], True), (["png", "png"], False)])
+def test_generated_images_that_are_stored_with_loss_are_noted(
+    network, tmp_path, capsys, suffixes, noted
+):
+    for number, image in enumerate(random_images(10, 8).numpy()):
+        path = tmp_path / "made" / f"{number}.{suffixes[number % 2]}"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image).save(path)
+    reference = tmp_path / "reference.npz"
+    np.savez(reference, arr_0=random_images(12, 8, seed=1).numpy())
+    words = ["samples", str(tmp_path / "made"), "--reference", str(reference), *CPU]
+    assert main(["evaluate", *words]) == 0
+    note = "note: 5 of 10 samples are JPEG files, whose losses count as differences"
+    assert (note in capsys.readouterr().err) == noted
+
+
 def distance(first, second):
     """Compute equation 6 of Heusel et al. without covariance matrices.
 

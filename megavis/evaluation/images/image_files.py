@@ -29,7 +29,8 @@ from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".jpe", ".jfif")
+_JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
+_SUFFIXES = (".png", *_JPEG)
 _MEMBER = "arr_0.npy"
 
 
@@ -106,6 +107,11 @@ class FolderImages:
             digest.update(f"{file.relative_to(path)}\0{sha256_of_file(file)}\n".encode())
         self.sha256 = digest.hexdigest()
         self._shape = self._decode(self._files[0]).shape
+
+    @property
+    def num_jpeg(self) -> int:
+        """Number of files that are stored with loss, by their names."""
+        return sum(file.suffix.lower() in _JPEG for file in self._files)
 
     def __len__(self) -> int:
         return len(self._files)
