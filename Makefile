@@ -70,8 +70,9 @@ lint: $(STAMP)
 # fixtures run once, and distributed tests come first, since they take longest.
 # To run a part of them: `make test SELECT="not once"` (for markers see pyproject.toml).
 SELECT ?=
-# A process that dies is not replaced: the next one would run the same test and die too.
-SHARED := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Three processes keep two cores busy, since some tests wait for minutes. One that dies is not
+# replaced: the next would run the same test and die too.
+SHARED := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: lint
 	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed tests/unit tests/cli -m "$(SELECT)" $(SHARED)
 

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.once
 
 TESTS = Path(__file__).parents[1]
-# Of the Makefile: two processes, which take files in turn.
+# Of the Makefile: processes that take files in turn.
 SHARED = re.search(r"^SHARED := (.*)$", (TESTS.parent / "Makefile").read_text(), re.MULTILINE)
 
 
