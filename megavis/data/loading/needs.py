@@ -206,7 +206,7 @@ def needs_lines(needs: DataNeeds) -> Iterator[str]:
         kept += f", and opens others for most samples, at most {needs.allowed:,} files being open"
     yield (
         f"{counted(samples, 'sample')} in {shards}, {needs.bytes_a_sample:,.0f} bytes each; a"
-        f" process reads from {needs.at_once:,} shards at once and {kept}; the index takes"
+        f" process reads from {counted(needs.at_once, 'shard')} at once and {kept}; the index takes"
         f" {needs.index_bytes / 1e6:,.1f} MB a node, which its processes share"
     )
     if not needs.remote:
