@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, render(records).encode())
     except OSError as error:
-        raise UserError(f"--html {path}: {error.strerror}") from None
+        way = "" if args.html else "; name another place with --html"
+        raise UserError(f"{path} cannot be written: {error.strerror}{way}") from None
     sys.stdout.write(_row("page", str(path)) + "\n")
     return 0
 

@@ -169,6 +169,15 @@ def test_summary_of_paper_figures(folder, capsys):
     ]
 
 
+def test_page_that_cannot_be_written_can_go_elsewhere(folder, tmp_path, capsys):
+    (folder / "report.html").mkdir()
+    assert main(["report", str(folder)]) == 2
+    expected = f"{folder}/report.html cannot be written: Is a directory; name another place with"
+    assert f"error: {expected} --html\n" in capsys.readouterr().err
+    assert main(["report", str(folder), "--html", str(tmp_path / "new" / "page.html")]) == 0
+    assert (tmp_path / "new" / "page.html").exists()
+
+
 def test_summary_without_validation(folder, capsys):
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 6.0}\n{"step": 2, "loss": 5.0}\n')
     (folder / "samples" / "step-00000002.png").touch()
