@@ -22,7 +22,7 @@ from data_tools.decode import RefusedImageError
 from data_tools.image_shards import TargetEncoder, add_quality_argument, check_quality
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.label_maps import by_id, read_json
+from data_tools.label_maps import by_id, read_json, what_is_wrong
 from data_tools.sources import FileSource, SourceFile, listed_size_and_fault
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.instances import require_dense
@@ -91,7 +91,8 @@ def list_instances(
             for number, each in listed.items()
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{annotations} is not a JSON file of instances: {error!r}") from None
+        what = what_is_wrong(error)
+        raise UserError(f"{annotations} is not a JSON file of instances: {what}") from None
     without = f"{counted(dropped, 'box', 'boxes')} without area dropped"
     if dropped:
         say(f"{annotations}: {without}")

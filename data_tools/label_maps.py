@@ -102,7 +102,8 @@ def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSour
             if number not in described
         ]
     except (KeyError, TypeError) as error:
-        raise UserError(f"{annotations} is not a JSON file of panoptic maps: {error!r}") from None
+        what = what_is_wrong(error)
+        raise UserError(f"{annotations} is not a JSON file of panoptic maps: {what}") from None
     if len(categories) > MAX_SEGMENTS:
         raise UserError(f"{annotations} has {len(categories)} categories, over {MAX_SEGMENTS}")
     source = FileSource.of(
@@ -128,6 +129,14 @@ def by_id(content: Mapping[str, Any], key: str, path: Path) -> dict[Any, Mapping
             raise UserError(f"{path}: `{key}` lists the id {each['id']} twice: give each its own")
         found[each["id"]] = each
     return found
+
+
+def what_is_wrong(error: KeyError | TypeError | AttributeError) -> str:
+    """Return what is wrong with a file in COCO's format that cannot be read, from the error."""
+    if not isinstance(error, KeyError):
+        return f"an entry has another form ({error})"
+    [key] = error.args
+    return f"it lacks {key!r}" if isinstance(key, str) else f"it lacks an entry with the id {key}"
 
 
 def read_json(path: Path) -> Any:

@@ -180,7 +180,10 @@ def changed(folder, change):
         (lambda c: c["annotations"][2].update(image_id=5), "annotation 502 is of image 5, which"),
         (lambda c: c["annotations"][1].update(category_id=2), "annotation 501 has category 2"),
         (lambda c: c["annotations"][1].pop("segmentation"), "501 has no `segmentation`"),
-        (lambda c: c["images"][0].pop("height"), "is not a JSON file of instances: KeyError"),
+        (
+            lambda c: c["images"][0].pop("height"),
+            "is not a JSON file of instances: it lacks 'height'",
+        ),
         (lambda c: c["annotations"][1].update(bbox=[]), "annotation 501 has no `bbox` of four"),
         (
             lambda c: c["annotations"][1].update(bbox=[1, 2, float("nan"), 3]),

@@ -158,7 +158,10 @@ def test_unknown_category_is_an_error(tmp_path, capsys):
     path.write_text(path.read_text().replace('"category_id": 101', '"category_id": 102'))
     words = [str(scenes / "images/train"), str(scenes / "panoptic/train"), str(path)]
     assert main(["maps", "panoptic", *words, "--out", str(tmp_path / "out")]) == 2
-    assert "not a JSON file of panoptic maps: KeyError(102)" in capsys.readouterr().err
+    assert (
+        "not a JSON file of panoptic maps: it lacks an entry with the id 102"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("key", ["images", "categories"])
