@@ -117,13 +117,10 @@ def find_truth(place: Path) -> Path | None:
 
     In any other tree, a list in a parent folder may belong to other images.
     """
-    for name in _TRUTHS if place.is_dir() else ():
-        if (place / name).exists():
-            return place / name
     folders = place.resolve().parents
     in_tree = [folder for folder in folders if folder.parts[-len(_TREE) :] == _TREE]
     levels = folders.index(in_tree[0]) + len(_TREE) + 1 if in_tree else 1
-    for folder in folders[:levels]:
+    for folder in (*[place] * place.is_dir(), *folders[:levels]):
         for name in _TRUTHS:
             if (folder / name).exists():
                 return folder / name

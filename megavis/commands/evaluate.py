@@ -100,7 +100,7 @@ def collect_features(
         num_kept: maximum number of feature vectors to keep.
     """
     count = min(num_images or len(images), len(images))
-    # Only the order of an array is that of ADM's evaluator; files are read by name.
+    # ADM's evaluator reads arrays in order; the order of files in a folder means nothing.
     in_order = isinstance(images, NpzImages)
     collector = FeatureCollector(network, num_images=count, num_kept=num_kept, in_order=in_order)
     batches = image_batches(images, num_images=count, batch_size=args.batch_size)

@@ -122,10 +122,8 @@ class Finetuning:
             if self.objective.settings.task == "classes":
                 other += f"; `megavis ensemble {self.folder} --images {folder}` classifies them"
         else:
-            before, use = (
-                self._validated_on(),
-                "on which this run has measured its accuracies so far",
-            )
+            before = self._validated_on()
+            use = "on which this run has measured its accuracies so far"
         if before is not None and hold_other_samples(before, folder):
             raise UserError(
                 f"{folder} holds other images than {before}, {use}: {other}", key="data.validation"

@@ -159,6 +159,9 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_watch(verbs)
 
 
+_OTHERWISE = "or next to an .npz or a folder"
+
+
 def _add_samples(verbs: Any) -> None:
     samples = verbs.add_parser(
         "samples",
@@ -186,7 +189,7 @@ def _add_samples(verbs: Any) -> None:
         help="statistics from `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
         " .npz, a folder, or jpeg or palette shards",
     )
-    _add_sample_results(samples, "samples")
+    add_result_file(samples, f"samples.json, {_OTHERWISE}")
     add_network_arguments(samples)
     add_image_file_arguments(samples)
     samples.set_defaults(run="evaluate:evaluate_samples")
@@ -213,16 +216,6 @@ def _add_samples(verbs: Any) -> None:
     add_network_arguments(statistics)
     add_image_file_arguments(statistics)
     statistics.set_defaults(run="evaluate:write_reference")
-
-
-def _add_sample_results(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(
-        "--out",
-        type=output_file,
-        metavar="FILE",
-        help=f"where to write the results; default: RUN/evaluation/{name}.json, or next to an .npz"
-        " or a folder",
-    )
 
 
 def _add_class_accuracy(verbs: Any) -> None:
@@ -256,7 +249,7 @@ def _add_class_accuracy(verbs: Any) -> None:
         "--seed", type=non_negative, default=0, help="random seed of the classifier"
     )
     add_device(parser)
-    _add_sample_results(parser, "classes")
+    add_result_file(parser, f"classes.json, {_OTHERWISE}")
     parser.set_defaults(run="evaluate:evaluate_classes")
 
 
