@@ -145,6 +145,12 @@ if [[ -n $limit ]]; then
   kill "$limit" 2>/dev/null || true
 fi
 
+counted=''
+if [[ -e $MEGAVIS_COUNTED ]]; then
+  counted=1
+  rm -f "$MEGAVIS_COUNTED" || true
+fi
+
 # `scancel` ends the tasks as a preemption does, with time to save; but such a job is to stay ended. It
 # is not running any more, unlike one that is preempted, and its time was not up.
 failures=.slurm-$job.failures
@@ -163,11 +169,7 @@ leave_if_cancelled
 # before it is opened are counted here; without its file, as on a full disk, those that fail within
 # twenty minutes, since processes wait ten for each other. So are jobs that SLURM's warning ends at
 # startup, as with a time limit hardly longer than the warning, which may come a minute early.
-count=0 counted=''
-if [[ -e $MEGAVIS_COUNTED ]]; then
-  counted=1
-  rm -f "$MEGAVIS_COUNTED" || true
-fi
+count=0
 if ((code == 0 || code == 75)) || { ((code != 2)) && { [[ -n $counted ]] || ((SECONDS >= 1200)); }; }; then
   rm -f "$failures" || true
 else
