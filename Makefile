@@ -52,9 +52,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]'
 	@touch $@
 
-# Run in the background, it keeps the first test processes from each compiling for themselves.
+# Run in the background, it keeps the first test processes from each compiling all modules for
+# themselves, pytest's assertions in tests included.
 compile: $(STAMP)
-	$(RUN) $(BIN)/python -c 'import megavis.training.trainer'
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest $(TESTS) --collect-only -qq >/dev/null
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -70,11 +71,12 @@ lint: $(STAMP)
 # fixtures run once, and distributed tests come first, since they take longest.
 # To run a part of them: `make test SELECT="not once"` (for markers see pyproject.toml).
 SELECT ?=
+TESTS := tests/distributed tests/unit tests/cli
 # Three processes keep two cores busy, since some tests wait for minutes. One that dies is not
 # replaced: the next would run the same test and die too.
 SHARED := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: lint
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed tests/unit tests/cli -m "$(SELECT)" $(SHARED)
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest $(TESTS) -m "$(SELECT)" $(SHARED)
 
 # Tests are skipped, with the reason, if Debian packages or permissions are missing.
 test-cluster: $(STAMP)

@@ -105,7 +105,7 @@ def row_words():
     headers = claims_module()
     papers = [path.stem for path in sorted(headers.PAGES.glob("*.yaml"))]
     runs = [run for paper in papers for run in headers.row_runs(paper)]
-    found = [*runs, *(claim for claim in claims_and_runs()[0] if claim.words)]
+    found = [*runs, *(claim for claim in headers.read_claims() if claim.words)]
     return {
         word.removeprefix("name="): (run.path, run.words)
         for run in found

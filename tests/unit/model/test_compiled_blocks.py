@@ -214,8 +214,8 @@ def test_lack_of_memory_is_no_failure_to_compile(step_of, monkeypatch):
 
 def test_inductor_computes_the_plain_numbers(step_of):
     """Compiled to C++, with dropout: masks are bit for bit those of the plain form."""
-    expected = step_of("darl_mse", "torch", *DROPOUT)
-    assert_equal(step_of("darl_mse", "blocks", *DROPOUT), expected)
+    expected = step_of("igpt", "torch", *DROPOUT)
+    assert_equal(step_of("igpt", "blocks", *DROPOUT), expected)
     taken = take_compilation()
     assert taken.failure is None
     assert taken.graphs >= 1
