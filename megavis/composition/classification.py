@@ -29,7 +29,6 @@ from megavis.data.loading.loader import Batch
 from megavis.model.context_parallel import all_tokens
 from megavis.model.core import Core
 from megavis.model.embeddings import ReplicatedLinear
-from megavis.model.flops import Workload, forward_flops
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import BatchNorm, Norm
@@ -221,15 +220,10 @@ class Classification(Finetuned):
         """Return the FLOPs of a training step for one image, without the classifier's."""
         if self.is_joint:
             return self.passes / 3 * self.backbone.flops_per_image()
-        causal = self.backbone.core.visibility_kind == "causal"
-        rows = self.backbone.asks.num_feature_rows(self.backbone.num_tokens)
-        work = Workload.of_one_stream(rows, 0, causal=causal)
-        work = dataclasses.replace(work, is_modulated=self.backbone.grammar.is_modulated)
-        model, layer = self.config.model, self.settings.layer
-        if layer is not None:
-            top = layer + self.settings.concatenate // 2
-            model = model.model_copy(update={"num_layers": top})
-        return self.passes * forward_flops(model, work)
+        layer = self.settings.layer
+        if layer is None:
+            return self.feature_flops(self.config.model.num_layers)
+        return self.feature_flops(layer + self.settings.concatenate // 2)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check the shards for the paper and for mixing; labels are checked later."""

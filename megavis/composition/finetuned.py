@@ -16,7 +16,8 @@ from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch
-from megavis.model.stack import LayerPlan
+from megavis.model.flops import Workload, forward_flops
+from megavis.model.stack import LayerPlan, model_flops
 
 NO_LABEL = -1
 """Label of unlabelled images and pixels."""
@@ -92,6 +93,26 @@ class Finetuned(Trainable):
         """
         plans = [plan for plan in self.layer_plans() if plan.stack is not None]
         return 3 - 2 * sum(map(self._is_frozen, plans)) / max(1, len(plans))
+
+    def feature_flops(self, num_blocks: int) -> float:
+        """Return the FLOPs of a training step for one image, through the lowest blocks alone.
+
+        With the rows of features, and the encoder that blocks attend to, if there is one.
+        """
+        backbone, model = self.backbone, self.config.model
+        causal = backbone.core.visibility_kind == "causal"
+        rows = backbone.asks.num_feature_rows(backbone.num_tokens)
+        work = dataclasses.replace(
+            Workload.of_one_stream(rows, 0, causal=causal),
+            # Heads of tasks leave out the last norm's modulation, which belongs to rows read.
+            num_read=0,
+            num_last=rows,
+            num_memory=backbone.condition.num_memory,
+            is_modulated=backbone.grammar.is_modulated,
+        )
+        blocks = forward_flops(model.model_copy(update={"num_layers": num_blocks}), work)
+        encoder = backbone.condition.layers(backbone.core, num_rows=rows, seed=self.config.seed)
+        return self.passes * (blocks + model_flops(encoder) / 3)
 
     @property
     def counts_whole_step(self) -> bool:

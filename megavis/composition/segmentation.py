@@ -26,7 +26,6 @@ from megavis.data.loading.loader import Batch
 from megavis.model.context_parallel import all_tokens
 from megavis.model.core import Core
 from megavis.model.dense import NUM_LEVELS, FCNHead, FeaturePyramid, UPerHead
-from megavis.model.flops import Workload, forward_flops
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import set_start
 from megavis.model.stack import FeatureLayer, LayerPlan
@@ -154,11 +153,7 @@ class Segmentation(Finetuned):
 
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, without the head's."""
-        causal = self.backbone.core.visibility_kind == "causal"
-        rows = self.backbone.asks.num_feature_rows(self.backbone.num_tokens)
-        work = Workload.of_one_stream(rows, 0, causal=causal)
-        model = self.config.model.model_copy(update={"num_layers": self.layers[-1]})
-        return self.passes * forward_flops(model, work)
+        return self.feature_flops(self.layers[-1])
 
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Return the image's sequence for features, and the class of each pixel as the target."""

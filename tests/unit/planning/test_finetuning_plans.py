@@ -27,11 +27,18 @@ INSTANCES = {"task": "instances", "head_width": 16, "window": 4, "global_blocks"
 FULL = {"activation_checkpointing": "full"}
 
 
+MAE = "{name: mae, patch_size: 8}"
+MASKED = (
+    "{name: compose, reads: {kind: patches, patch_size: 8}, schedule: {kind: masked},"
+    " asks: {kind: mask}, density: {kind: squared_error}, "
+)
+
+
 @pytest.fixture
 def build(context, tmp_path):
-    def make(finetune, precision="float32", parallel=None):
+    def make(finetune, precision="float32", parallel=None, objective=MAE):
         text = tiny(
-            "{name: mae, patch_size: 8}",
+            objective,
             model=MODEL,
             validates=True,
             data={"image_size": 64, "crop": "jittered"},
@@ -129,6 +136,30 @@ def test_operations_match_torch_flop_counter(build, finetune):
     assert planned(objective).total_flops == pytest.approx(expected, rel=0.02)
     if objective.counts_whole_step:
         assert objective.flops_per_image() == pytest.approx(expected, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "condition: {kind: labels, num_classes: 3, modulation: class}}",
+        "memory: {kind: encoded_image, num_layers: 2, patch_size: 8}}",
+    ],
+)
+@pytest.mark.parametrize("finetune", [{}, SEGMENTS])
+def test_what_blocks_attend_to_and_are_modulated_by_counts(build, finetune, word):
+    """An encoder alone is more than half of the work."""
+    objective = build(finetune, objective=MASKED + word)
+    plain = build(finetune)
+    stack = LayerStack(objective.layer_plans(), objective.loss).train()
+    without = LayerStack(plain.layer_plans(), plain.loss).train()
+    found = []
+    for each, model in ((stack, objective), (without, plain)):
+        sequence = model.training_sequence(model.blank_batch(IMAGES, torch.device("cpu")))
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            each(sequence.inputs, sequence.targets).backward()
+        found.append(counter.get_total_flops() / IMAGES)
+    more = objective.flops_per_image() - plain.flops_per_image()
+    assert more == pytest.approx(found[0] - found[1], rel=0.07)
 
 
 def test_operations_of_a_head_by_hand(build):
