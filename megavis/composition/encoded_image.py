@@ -41,7 +41,6 @@ from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parameters import add_options
 from megavis.model.positions import LEARNED, cell_coordinates, resize_table, sincos
 from megavis.model.stack import LayerPlan
-from megavis.tokenizers.network_tokenizer import FrozenEncoder
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, for_other_pixels
 
 _NAME = "embedding.encoder"
@@ -83,11 +82,6 @@ class EncodedImage(Condition):
         self.given_text = "the image" + (f" and {own}" if own else "")
         self.names = (*self.others.names, "image")
         self.roles: tuple[Role, ...] = (*self.others.roles, "encoder")
-
-    @property
-    def frozen_encoder(self) -> FrozenEncoder | None:
-        """The frozen encoder of the other conditions."""
-        return self.others.frozen_encoder
 
     @property
     def num_memory(self) -> int:

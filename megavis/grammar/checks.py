@@ -262,6 +262,9 @@ def _check_condition(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
         if asks.kind == "in_context":
             text = "features of the image would reveal the position of every token"
             yield Fault("condition.kind", text, _WITHOUT_CONDITION)
+        elif grammar.memory is not None:
+            text = "pooled_features and {memory} each need the image that the model is given"
+            yield Fault("condition.kind", text, f"{_WITHOUT_CONDITION}, or {{memory}} to null")
 
 
 def _check_modulation(grammar: Grammar) -> Faults:

@@ -289,6 +289,13 @@ from megavis.config.errors import UserError
         ),
         ([LATENTS, ONE_BY_ONE, QUERY, ERROR, FEATURES], [], "reads.kind", "latents shards lack"),
         (
+            [PATCHES, ONE_BY_ONE, QUERY, ERROR, FEATURES, MEMORY],
+            [],
+            "condition.kind",
+            "pooled_features and objective.memory each need the image that the model is given; set"
+            " objective.condition to null, or objective.memory to null",
+        ),
+        (
             [PATCHES, GROUPS, "asks: {kind: query, start: false}", ERROR, FEATURES],
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
             "",
