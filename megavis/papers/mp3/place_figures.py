@@ -41,6 +41,7 @@ _DRAWN = 8
 class Places:
     """The choices of a paper that predicts the position of every patch."""
 
+    model: Model
     reads: Frames | Patches
     schedule: Context
     asks: InContext
@@ -48,7 +49,11 @@ class Places:
 
     @classmethod
     def of(cls, objective: Trainable) -> Places:
-        """Return the choices of an objective; raise UserError if it predicts no positions."""
+        """Return the choices of an objective.
+
+        Raises:
+            UserError: it predicts no positions, or only given a class.
+        """
         match objective:
             case Model(
                 reads=Frames() | Patches() as reads,
@@ -56,7 +61,8 @@ class Places:
                 asks=InContext() as asks,
                 density=Place() as density,
             ):
-                return cls(reads, schedule, asks, density)
+                objective.check_unlabelled()
+                return cls(objective, reads, schedule, asks, density)
         name = objective.config.objective.name
         raise UserError(f"{name} does not predict the positions of patches")
 
@@ -89,8 +95,10 @@ class Places:
         return arrangement.order[:, : arrangement.num_content]
 
     def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Return model inputs for patches `[b, n, d]` with the context int64 `[b, c]`."""
-        return self.asks.rows_of(patches, context, self.num_placed)
+        """Return model inputs for patches `[b, n, d]` with the context int64 `[b, c]`; no class."""
+        rows = self.asks.rows_of(patches, context, self.num_placed)
+        known = self.model.condition.given({}, len(patches), patches.device)
+        return (*self.model.numbered(rows), *known)
 
     def outputs(self, predictions: Any) -> Tensor:
         """Return the position logits of each patch, `[b, n, n]`."""

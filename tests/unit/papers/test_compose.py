@@ -287,6 +287,21 @@ def test_place_density_reports_accuracy(build_composition):
         Places.of(other)
 
 
+@pytest.mark.parametrize("modulation", ["none", "class", "class_and_row"])
+def test_figures_of_places_are_of_no_class(build_composition, modulation):
+    classes = CLASSES.replace("3}", f"3, modulation: {modulation}}}")
+    objective, inference = build_composition(PATCHES, CONTEXT, ITSELF, PLACE, classes)
+    images, index = photographs(3, 16), torch.arange(3)
+    places = Places.of(objective)
+    found = places.inputs_with(places.patches_of(images), places.context_of(index, 0.5))
+    expected = objective.inputs_from(images, sample_index=index)
+    torch.testing.assert_close(inference.predictions(found), inference.predictions(expected))
+    without = CLASSES.replace("3}", "3, dropout: 0}")
+    objective, _ = build_composition(PATCHES, CONTEXT, ITSELF, PLACE, without)
+    with pytest.raises(UserError, match=r"objective\.condition\.dropout is 0"):
+        Places.of(objective)
+
+
 def test_features_need_a_null_label(build_composition):
     without = CLASSES.replace("3}", "3, dropout: 0}")
     objective, _ = build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR, without)
