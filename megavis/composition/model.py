@@ -212,6 +212,10 @@ class Model(Layers):
         index = torch.arange(len(read), device=read.device) if drawn is None else drawn
         arrangement = self.schedule.chosen(index, choices, is_named=sample_index is not None)
         conditions = {name: choices[name] for name in self.condition.names if name in choices}
+        for name, value in conditions.items():
+            if len(value) not in (1, len(read)):
+                text = f"{name} has {len(value)} rows for {len(read)} inputs: give one for each"
+                raise UserError(text)
         conditions = {**self.condition.from_samples(inputs), **conditions}
         known = self.condition.given(conditions, len(read), read.device)
         extra: tuple[Tensor, ...] = ()

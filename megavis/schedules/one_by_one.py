@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -172,12 +173,12 @@ class OneByOne(Schedule):
         order: Tensor | None = choices.get("order")
         prefix: int | Tensor = choices.get("prefix", self._prefix_of(index))
         count = self.orders.num_positions
-        if "prefix" in choices and not (isinstance(prefix, int) and 0 < prefix < count):
+        if "prefix" in choices and not (isinstance(prefix, Integral) and 0 < prefix < count):
             raise UserError(f"prefix must be a whole number from 1 to {count - 1}, not {prefix}")
         if order is None:
             order = self.orders.of(index)
         else:
-            check_order(order, count)
+            check_order(order, count, len(index))
         return self._arranged(order.to(index.device), prefix)
 
     def for_features(self, index: Tensor) -> Arrangement:

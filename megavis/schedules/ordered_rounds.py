@@ -79,7 +79,7 @@ class OrderedRounds(Schedule):
         order: Tensor | None = choices.get("order")
         if order is None:
             return self.draw(index) if is_named else self.for_features(index)
-        check_order(order, self.num_tokens)
+        check_order(order, self.num_tokens, len(index))
         return self._hiding(order.to(index.device).expand(len(index), -1), index)
 
     def for_features(self, index: Tensor) -> Arrangement:

@@ -79,8 +79,13 @@ def order_of_run(
     return fixed_order(cast(OrderKind, order), height=height, width=width, block=block)
 
 
-def check_order(order: Tensor, num_tokens: int) -> None:
-    """Raise UserError unless each row of `order`, int64 `[b, num_tokens]`, is a permutation."""
+def check_order(order: Tensor, num_tokens: int, num_images: int) -> None:
+    """Raise UserError unless `order` is a permutation int64 `[b or 1, n]` of n = `num_tokens`."""
+    if order.ndim == 2 and len(order) not in (1, num_images):
+        raise UserError(
+            f"there are {len(order)} orders for {num_images} images: give one for each, or one for"
+            " all"
+        )
     every = torch.arange(num_tokens, device=order.device)
     fits = order.ndim == 2 and order.shape[1] == num_tokens and order.dtype == torch.int64
     if not fits or not torch.equal(order.sort(dim=1).values, every.expand(len(order), -1)):

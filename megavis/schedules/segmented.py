@@ -132,13 +132,16 @@ class Groups(Schedule):
         arrangement, order = self.draw(index), choices.get("order")
         boundaries: Sequence[int] | None = choices.get("boundaries")
         if order is not None:
-            check_order(order, self.num_tokens)
+            check_order(order, self.num_tokens, len(index))
             arrangement = replace(arrangement, order=order.to(index.device).expand(len(index), -1))
         if boundaries is not None:
-            fault = boundaries_error(boundaries, self.num_tokens)
+            ends = torch.as_tensor(boundaries, device=index.device)
+            if ends.ndim != 1 or ends.is_floating_point():
+                raise UserError(f"boundaries must be a list of whole numbers, not {boundaries}")
+            fault = boundaries_error(ends.tolist(), self.num_tokens)
             if fault:
                 raise UserError(f"boundaries {fault}")
-            ends = torch.as_tensor(boundaries, device=index.device).expand(len(index), -1)
+            ends = ends.expand(len(index), -1)
             arrangement = self._arranged(arrangement.order, ends)
         return replace(arrangement, num_content=self.num_tokens, first_asked=0)
 

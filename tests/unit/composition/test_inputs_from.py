@@ -170,6 +170,10 @@ def test_every_patch_has_a_query(make, name):
     ("name", "options", "message"),
     [
         ("darl", {"order": torch.zeros(4, 9, dtype=torch.int64)}, "not a permutation of the 9"),
+        ("darl", {"order": VALUES["order"][:2]}, "there are 2 orders for 4 images: give one"),
+        ("gvp", {"order": VALUES["order"][:3]}, "there are 3 orders for 4 images: give one"),
+        ("gvp", {"boundaries": torch.tensor([3, 3])}, r"boundaries \[3, 3\] does not increase"),
+        ("gvp", {"boundaries": (0.5, 3)}, "boundaries must be a list of whole numbers, not"),
         ("bert", {"mask": torch.zeros(4, 8, dtype=torch.bool)}, r"mask has shape \[4, 8\]"),
         ("mp3", {"mask_ratio": 1.5}, r"mask_ratio must be in \[0, 1\]"),
         ("diffusion", {"gamma": -0.5}, r"gamma must be in \[0, 1\]"),
@@ -179,6 +183,7 @@ def test_every_patch_has_a_query(make, name):
             r"gamma has shape \[4, 9\]; it must be a number, or \[4, 9, 1\]",
         ),
         ("givt", {"labels": torch.tensor([3, 0, 0, 0])}, "labels must be in 0..2"),
+        ("givt", {"labels": torch.tensor([2, 0])}, "labels has 2 rows for 4 inputs: give one"),
     ],
 )
 def test_invalid_values_raise(make, name, options, message):

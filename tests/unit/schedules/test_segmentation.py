@@ -108,7 +108,7 @@ def test_invalid_boundaries_are_reported(boundaries):
 @pytest.mark.parametrize("order", [[[0, 1, 1]], [[0, 1]], [[1, 2, 3]], [0, 1, 2]])
 def test_order_that_is_not_a_permutation_raises(order):
     with pytest.raises(UserError, match="permutation of the 3 tokens"):
-        check_order(torch.tensor(order), 3)
+        check_order(torch.tensor(order), 3, num_images=1)
 
 
 @pytest.mark.parametrize("cut", ["random", "mixed"])
