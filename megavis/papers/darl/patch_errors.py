@@ -18,6 +18,7 @@ from megavis.composition.model import Model, model_of
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset, representative
 from megavis.data.loading.loader import evaluation_batches
+from megavis.densities.squared_error import SquaredError
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.inference import Inference
 from megavis.schedules.orders import to_raster
@@ -34,12 +35,14 @@ class PatchErrors:
         by_cell: error of each cell in raster order, `[T]`.
         places: mean position of each cell in the order, `[T]`.
         columns: cells of a row.
+        measure: what is averaged.
     """
 
     by_place: Sequence[float]
     by_cell: Sequence[float]
     places: Sequence[float]
     columns: int
+    measure: str = "mean loss"
 
 
 def measure_patches(
@@ -69,7 +72,10 @@ def measure_patches(
         )
         sums = [parts if not sums else sums[0] + parts]
     by_place, by_cell, means = (sums[0] / count).tolist()
-    return PatchErrors(by_place, by_cell, means, objective.predicts.grid[1])
+    columns, measure = objective.predicts.grid[1], "mean loss"
+    if isinstance(objective.density, SquaredError) and objective.density.norm == "l2":
+        measure = "mean squared error"
+    return PatchErrors(by_place, by_cell, means, columns, measure)
 
 
 def applies(objective: Trainable) -> bool:
@@ -110,7 +116,7 @@ def plot_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
     line, order, cells = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
     line.plot(errors.by_place, color="#1f5fa8")
     line.set_xlabel("position in the order")
-    line.set_ylabel("mean squared error")
+    line.set_ylabel(errors.measure)
     line.grid(alpha=0.25)
     line.spines[["top", "right"]].set_visible(False)
     _plot_cells(figure, order, errors.places, errors.columns, "position of each patch")

@@ -58,7 +58,8 @@ def reconstruct(inference: Inference, model: Model, batch: Batch, folder: Path) 
     sequence = model.sequence(batch)
     predictions = inference.predictions(sequence.inputs)
     restored = model.density.restored(predictions, sequence.targets[0])[:, :count]
-    tokens = model.predicts.sequence(model.predicts.of(batch.inputs, batch.sample_index))
+    samples = model.condition.predicted(batch.inputs)
+    tokens = model.predicts.sequence(model.predicts.of(samples, batch.sample_index))
     places = arrangement.order[:, arrangement.first_asked :].expand(len(tokens), -1)
     hidden = torch.zeros_like(tokens[..., 0], dtype=torch.bool).scatter(1, places, predicted)
     made = tokens.scatter(1, places[..., None].expand_as(restored), restored)
@@ -91,8 +92,8 @@ def applies(objective: Trainable) -> bool:
     model = model_of(objective)
     if model.has_transform:
         raise UserError(
-            "with objective.adapter_blocks every token depends on the whole image, so the visible"
-            " ones reveal the hidden ones"
+            f"with {model.paper.key('transform')} every token depends on the whole image, so the"
+            " visible ones reveal the hidden ones"
         )
     arrangement = model.schedule.draw(torch.zeros(1, dtype=torch.int64))
     if arrangement.first_asked == 0 and bool(arrangement.is_predicted.all()):

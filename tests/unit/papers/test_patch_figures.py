@@ -113,7 +113,8 @@ def test_errors_on_a_grid_that_is_not_square():
     errors = PatchErrors([*range(8)], [*range(8)], [*range(8)], columns=2)
     cells = [(row["cell_row"], row["cell_column"]) for row in patch_rows(errors)]
     assert cells == [(i // 2, i % 2) for i in range(8)]
-    _, order, shown, *_ = plot_patch_errors(errors, name="stacked").axes
+    line, order, shown, *_ = plot_patch_errors(errors, name="stacked").axes
+    assert line.get_ylabel() == "mean loss"
     for axes in (order, shown):
         assert axes.images[0].get_array().tolist() == [[2 * i, 2 * i + 1] for i in range(4)]
 

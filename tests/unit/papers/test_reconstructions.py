@@ -97,6 +97,19 @@ def test_mixture_is_reconstructed_by_its_mean(build_paper, tmp_path):
     assert difference.abs().max() <= 1
 
 
+def test_targets_of_pairs_are_reconstructed(build_paper, tmp_path):
+    section = (
+        "{name: compose, reads: {kind: patches, patch_size: 4}, asks: {kind: mask},"
+        " schedule: {kind: masked, count: exact}, density: {kind: squared_error},"
+        " memory: {kind: encoded_image, num_layers: 1, patch_size: 8}}"
+    )
+    objective, inference = build_paper(tiny(section))
+    targets = photographs(2, 16, seed=1)
+    batch = batch_of(torch.stack([photographs(2, 16), targets], dim=1))
+    found = reconstruct(inference, objective, batch, tmp_path)
+    assert torch.equal(found.originals, targets)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -104,7 +117,13 @@ def test_mixture_is_reconstructed_by_its_mean(build_paper, tmp_path):
         ("{name: mp3, patch_size: 4}", "runs of mp3 predict every token"),
         (
             "{name: givt_maskgit, latent_channels: 2, downsampling: 4, adapter_blocks: 1}",
-            "every token depends on the whole image",
+            "with objective.adapter_blocks every token depends on the whole image",
+        ),
+        (
+            "{name: compose, reads: {kind: latents, channels: 2, patch_size: 4},"
+            " schedule: {kind: rounds}, asks: {kind: mask}, transform: {kind: adapter},"
+            " density: {kind: gaussian_mixture}}",
+            "with objective.transform every token depends on the whole image",
         ),
         (
             "{name: igpt, vocabulary_size: 16, mode: bert}",
