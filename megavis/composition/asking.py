@@ -65,10 +65,6 @@ class Asking(ABC):
         """True if a token's keys and values do not depend on later tokens."""
         return self.visibility == "causal"
 
-    def num_cached(self, count: int) -> int:
-        """Return the largest number of rows in a KV cache for `count` tokens."""
-        return count
-
     def num_final(self, step: PredictionTargets) -> int | None:
         """Return how many rows stay valid whatever a step samples; None: all of its rows."""
         return None
@@ -86,10 +82,6 @@ class Asking(ABC):
     def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return one row per token, hiding no more than the arrangement requires."""
         return self.rows(tokens, arrangement.prediction_targets)
-
-    def num_feature_rows(self, count: int) -> int:
-        """Return the number of embedded rows of `feature_rows` for `count` tokens."""
-        return self.num_front + count
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
         """Return the number of images b, and of embedded rows per image."""
@@ -167,10 +159,6 @@ class Shift(Asking):
         """Return start token and all tokens; rows as in training if `place` is not `content`."""
         stop = arrangement.num_positions + (self.place == "content")
         return self._between(tokens, arrangement, int(not self.starts), stop)
-
-    def num_feature_rows(self, count: int) -> int:
-        """Return the number of tokens, and with `content` the start token."""
-        return self.sink + count + (self.place == "content") - (not self.starts)
 
     def _between(
         self, tokens: Tensor, arrangement: Arrangement, start: int, stop: int
@@ -345,10 +333,6 @@ class Query(Asking):
     def feature_rows(self, tokens: Tensor, arrangement: Arrangement) -> AskedRows:
         """Return only the content stream."""
         return self._streams(tokens, arrangement, arrangement.num_positions, slice(0, 0))
-
-    def num_feature_rows(self, count: int) -> int:
-        """Return the number of rows in front, of the start token and of tokens."""
-        return self.num_front + self.starts + count
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
         """Return the number of images, and of rows in both streams, front and start included."""

@@ -101,7 +101,7 @@ class Finetuned(Trainable):
         """
         backbone, model = self.backbone, self.config.model
         causal = backbone.core.visibility_kind == "causal"
-        rows = backbone.asks.num_feature_rows(backbone.num_tokens)
+        rows = backbone.grammar.rows(backbone.num_tokens, for_features=True).blocks
         work = dataclasses.replace(
             Workload.of_one_stream(rows, 0, causal=causal),
             # Heads of tasks leave out the last norm's modulation, which belongs to rows read.

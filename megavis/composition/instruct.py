@@ -40,10 +40,6 @@ class Instruct(Asking):
     extra_tensors = (READ_ROWS,)
     fillers: tuple[Role, ...] = ("start", "query")
 
-    def num_cached(self, count: int) -> int:
-        """Return the rows of start token, places, and all tokens but the last."""
-        return 2 * count
-
     def num_final(self, step: PredictionTargets) -> int | None:
         """Return the rows up to the first place that was asked.
 
@@ -79,10 +75,6 @@ class Instruct(Asking):
         *rows, _ = self.rows(tokens, wanted)
         every = torch.arange(2 * arrangement.num_positions, device=tokens.device)
         return *rows, every[None]
-
-    def num_feature_rows(self, count: int) -> int:
-        """Return two rows per token."""
-        return 2 * count
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
         """Return the number of images, and of rows that the head reads."""

@@ -95,7 +95,7 @@ class Model(Layers):
     @property
     def num_cached(self) -> int:
         """Largest number of rows in a KV cache."""
-        return self.num_skipped + self.asks.num_cached(self.num_tokens)
+        return self.grammar.rows(self.num_tokens).blocks
 
     @property
     def tokenizer_identity(self) -> str | None:

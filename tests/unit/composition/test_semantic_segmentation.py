@@ -55,7 +55,8 @@ def test_every_patch_is_at_its_place(name, build_paper):
     head = inference.layers.modules[-1]
     assert isinstance(head, SegmentHead)
     tokens = sequence[0]
-    held = objective.backbone.asks.num_feature_rows(16) - objective.backbone.asks.num_front
+    grammar = objective.backbone.grammar
+    held = grammar.rows(16, for_features=True).blocks - grammar.num_front
     # Rows that hold a token, in the order of the rows: those of a start token hold none.
     values = tokens.float().mean(-1)[0]
     rows = torch.zeros(held, 1, 32)
