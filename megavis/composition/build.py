@@ -17,7 +17,6 @@ from megavis.composition import asking, condition, encoded_tokens, tokens
 from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.instruct import Instruct
 from megavis.composition.parts import Role
-from megavis.composition.reader import SecondStack
 from megavis.composition.tokens import Key
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.densities.categorical import Categorical, Place
@@ -251,30 +250,6 @@ def _(word: words.Mask, grammar: Grammar) -> asking.Asking:
         filler=word.filler,
         marks=word.marks,
         places_front=grammar.places_front or (grammar.num_front > 0 and has_learned),
-    )
-
-
-@singledispatch
-def build_second_stack(
-    word: words.AskWord, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
-) -> SecondStack | None:
-    """Return the decoder of an encoder that sees some tokens; None for other askings."""
-    return None
-
-
-@build_second_stack.register
-def _(
-    word: words.Visible, grammar: Grammar, core: Core, grid: Grid, extras: tuple[str, ...]
-) -> SecondStack | None:
-    return SecondStack(
-        core,
-        word.decoder.model_dump(),
-        num_front=grammar.num_front,
-        grid=grid,
-        positions=grammar.positions,
-        tokens_decay=word.tokens_decay,
-        places_front=grammar.places_front,
-        extras=extras,
     )
 
 

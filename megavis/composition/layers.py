@@ -23,7 +23,6 @@ from megavis.composition.build import (
     build_initialization,
     build_part,
     build_schedule,
-    build_second_stack,
     build_tokens,
     under,
 )
@@ -73,7 +72,7 @@ class Layers(Backbone):
             build_initialization(self.grammar.weights, config.model),
             carried_names=(*names, SAMPLES) if config.drop_path else names,
             drop_path=config.drop_path,
-            relative_grid=self.relative_grid,
+            relative_grid=self.reads.grid if self.position_kind == "relative_2d" else None,
         )
         self.core = Core.create(config, context.megatron_groups(), stack)
 
@@ -110,11 +109,11 @@ class Layers(Backbone):
     @cached_property
     def second_stack(self) -> SecondStack | None:
         """The decoder of an encoder that sees some tokens; None for others."""
+        if self.grammar.asks.kind != "visible":
+            return None
         places = (PLACES,) if self.grammar.density.reads_places else ()
         extras = (*places, *self.extra_tensors)
-        return build_second_stack(
-            self.grammar.asks, self.grammar, self.core, self.reads.grid, extras
-        )
+        return SecondStack(self.core, self.grammar, self.reads.grid, extras)
 
     @cached_property
     def density(self) -> Density:
@@ -144,11 +143,6 @@ class Layers(Backbone):
     def has_transform(self) -> bool:
         """True if the first layer contains a learned, invertible transform of the tokens."""
         return self.grammar.transform is not None
-
-    @property
-    def relative_grid(self) -> tuple[int, int] | None:
-        """Rows and columns of the grid of a relative position bias; None without one."""
-        return self.reads.grid if self.position_kind == "relative_2d" else None
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:
@@ -194,20 +188,17 @@ class Layers(Backbone):
         others pass through to the head. With drop path, `core.carried_names` adds the sample
         indices.
         """
+        # A bridge makes the places of the rows above it.
+        carries_places = self.grammar.density.reads_places and self.grammar.asks.kind != "visible"
         return (
             *self.asks.extra_tensors,
             *((TRANSFORMED,) if self.has_transform else ()),
             *carried_names(self.position_kind),
-            *((PLACES,) if self.carries_places else ()),
+            *((PLACES,) if carries_places else ()),
             *self.extra_tensors,
             *((MODULATION,) if self.grammar.is_modulated else ()),
             *((MEMORY,) if "encoder" in self.condition.roles else ()),
         )
-
-    @property
-    def carries_places(self) -> bool:
-        """True if the head reads the places of its rows, and no bridge makes them."""
-        return self.grammar.density.reads_places and self.grammar.asks.kind != "visible"
 
     @property
     def carries_gradient(self) -> bool:

@@ -8,6 +8,7 @@ Legend: b images, m rows, n positions, h hidden size, w width of the decoder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from megavis.composition.asking import ORDER, Asking
 from megavis.composition.parts import Part, Parts, Role
-from megavis.config.section import PositionKind
+from megavis.grammar.grammar import Grammar
+from megavis.grammar.words import Visible
 from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.flops import Workload
@@ -100,81 +102,52 @@ class Reader(Parts):
 
 
 class SecondStack:
-    """A decoder with full attention and without stochastic depth.
+    """A decoder with full attention and without stochastic depth, above an encoder.
 
     Args:
-        sizes: values of `model` keys that differ from the encoder's.
-        tokens_decay: apply weight decay to the mask token.
-        places_front: add learned positions to the rows in front.
+        below: core of the encoder.
+        grammar: a paper whose rows hold known tokens alone.
+        grid: rows and columns of the tokens.
         extras: names of the head's inputs besides hidden states, of which the bridge makes places.
     """
 
     def __init__(
-        self,
-        below: Core,
-        sizes: Mapping[str, int],
-        *,
-        num_front: int,
-        grid: tuple[int, int],
-        positions: PositionKind,
-        tokens_decay: bool = False,
-        places_front: bool = False,
-        extras: tuple[str, ...] = (),
+        self, below: Core, grammar: Grammar, grid: tuple[int, int], extras: tuple[str, ...] = ()
     ) -> None:
+        assert isinstance(grammar.asks, Visible)
         # None: the MLP's size follows from the decoder's width, not from the encoder's.
-        model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
+        sizes = {**grammar.asks.decoder.model_dump(), "ffn_hidden_size": None}
         self.core = below.with_stack(
             name="decoder",
-            model=model,
+            model=below.model.model_copy(update=sizes),
             visibility_kind="full",
             carried_names=extras,
             drop_path=0.0,
         )
-        self.below, self.num_front, self.grid = below, num_front, grid
-        self.positions, self.tokens_decay = positions, tokens_decay
-        self.places_front = places_front
+        self.below, self.grammar, self.grid = below, grammar, grid
 
     def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:
         """Return bridge and blocks, below a head with `num_outputs` outputs per token."""
-        rows, depth = self.num_front + self.grid[0] * self.grid[1], self.below.model.num_layers + 1
-        work = Workload.of_one_stream(rows, num_outputs, causal=False)
-        build = partial(
-            MaskTokens,
-            self.below,
-            self.core,
-            num_front=self.num_front,
-            grid=self.grid,
-            positions=self.positions,
-            tokens_decay=self.tokens_decay,
-            places_front=self.places_front,
-        )
-        bridge = LayerPlan("bridge", build, seed, depth, gives_features=True)
+        rows, depth = self.grammar.rows(math.prod(self.grid)), self.below.model.num_layers + 1
+        work = Workload.of_one_stream(rows.decoder, num_outputs, causal=False)
+        bridge = LayerPlan("bridge", partial(MaskTokens, self), seed, depth, gives_features=True)
         return [bridge, *block_plans(self.core, work, seed=seed, depth=depth + 1)]
 
 
 class MaskTokens(Bridge):
     """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens."""
 
-    def __init__(
-        self,
-        below: Core,
-        above: Core,
-        *,
-        num_front: int,
-        grid: tuple[int, int],
-        positions: PositionKind,
-        tokens_decay: bool,
-        places_front: bool = False,
-    ) -> None:
-        super().__init__(below, above)
-        fill, self.num_front = normal(0.02), num_front
-        self.mask = filled(above.model.hidden_size, fill=fill)
-        if tokens_decay:
+    def __init__(self, stack: SecondStack) -> None:
+        super().__init__(stack.below, stack.core)
+        grammar, width, fill = stack.grammar, stack.core.model.hidden_size, normal(0.02)
+        self.num_front = grammar.num_front
+        self.mask = filled(width, fill=fill)
+        if grammar.asks.learned_tokens_decay:
             set_decay(self.mask, "always")
-        self.positions = grid_positions(above, positions, grid, fill=fill)
+        self.positions = grid_positions(stack.core, grammar.positions, stack.grid, fill=fill)
         self.front_position: nn.Parameter | None = None
-        if places_front:
-            self.front_position = filled(num_front, above.model.hidden_size, fill=fill)
+        if grammar.places_front:
+            self.front_position = filled(self.num_front, width, fill=fill)
 
     def enter(
         self, hidden: Tensor, carried: Mapping[str, Tensor]
