@@ -1,6 +1,7 @@
 """What fine-tuning for any task shares: a paper's model under a head of the task.
 
-`Classification` predicts the class of an image, `Segmentation` of each pixel.
+`Classification` predicts the class of an image, `Segmentation` of each pixel; `Instances` finds
+objects.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.model import Model
-from megavis.composition.trainable import Trainable
+from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch
 from megavis.model.flops import Workload, forward_flops
@@ -67,6 +68,15 @@ class Finetuned(Trainable):
             dataclasses.replace(plan, options=plan.options.scaled(decay ** (last - plan.depth)))
             for plan in plans
         ]
+
+    @property
+    def has_random_sequence(self) -> bool:
+        """False: the config's checks reject drawn features, but for classification."""
+        return False
+
+    def training_sequence(self, batch: Batch) -> SequenceBatch:
+        """Return the sequence with what training draws."""
+        return self.backbone.with_samples(self.sequence(batch), batch)
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any

@@ -236,11 +236,6 @@ class Instances(Finetuned):
         )
 
     @property
-    def has_random_sequence(self) -> bool:
-        """False: the config's checks reject drawn features."""
-        return False
-
-    @property
     def takes_images_singly(self) -> bool:
         """True: each image has its own regions."""
         return True
@@ -286,10 +281,6 @@ class Instances(Finetuned):
         self.check_options(options)
         samples = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
         return (*_none(inputs), samples, *self.backbone.inputs_for_features(inputs, None))
-
-    def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Return the same, with what training draws."""
-        return self.backbone.with_samples(self.sequence(batch), batch)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of an image's five losses, averaged over the images."""

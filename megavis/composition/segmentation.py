@@ -146,11 +146,6 @@ class Segmentation(Finetuned):
             dropout=settings.head_dropout,
         )
 
-    @property
-    def has_random_sequence(self) -> bool:
-        """False: the config's checks reject drawn features."""
-        return False
-
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, without the head's."""
         return self.feature_flops(self.layers[-1])
@@ -174,10 +169,6 @@ class Segmentation(Finetuned):
         self.check_options(options)
         images = inputs[:, 0] if inputs.ndim == 5 else inputs
         return self.backbone.inputs_for_features(images, None)
-
-    def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Return the same, with what training draws."""
-        return self.backbone.with_samples(self.sequence(batch), batch)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the cross-entropy of pixels in nats, with the auxiliary head's.
