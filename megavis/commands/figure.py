@@ -320,8 +320,7 @@ def _completes_rows(objective: Trainable) -> bool:
     model = generator_of(objective)
     if not model.schedule.takes_given or model.has_transform or "image" in model.condition.names:
         return False
-    options = model.schedule.options_type()
-    order = model.schedule.order_of(torch.arange(2), options, seed=0)
+    order = model.schedule.order_of(torch.arange(2), seed=0)
     given = Sampler.given_part_of(order, model.num_tokens // 2)
     count_rows(given.unflatten(1, model.predicts.grid))
     return True

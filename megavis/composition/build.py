@@ -144,7 +144,7 @@ def _(word: words.OneByOne, grammar: Grammar, run: RunConfig, grid: Grid) -> Sch
 @build_schedule.register
 def _(word: words.Masked, grammar: Grammar, run: RunConfig, grid: Grid) -> Schedule:
     return Masked(
-        Orders(torch.arange(grid[0] * grid[1])),
+        grid[0] * grid[1],
         share=word.mask_ratio,
         hidden=_hidden_tokens(word, grid) if word.count == "exact" else None,
         masks_features=word.features == "masked",
@@ -167,7 +167,7 @@ def _(word: words.Rounds, grammar: Grammar, run: RunConfig, grid: Grid) -> Sched
         shown = count if grammar.asks.holds_hidden else most
         return OrderedRounds(share, most_shown=shown, loss_average=word.loss_average, seed=run.seed)
     return Rounds(
-        Orders(torch.arange(count)),
+        count,
         share=share,
         loss_average=word.loss_average,
         of_ids=grammar.predicted.is_discrete,

@@ -82,9 +82,7 @@ def generate_in_steps(
     lanes = _Lanes.start(model.reads.blank(images), images, given, settings)
     known = model.prepare(known, inference.once)  # before it is repeated: once for an image
     known = lanes.spread_known(known, model)
-    step = schedule.first(
-        order, num_images=len(images), num_given=num_given, options=settings.schedule
-    )
+    step = schedule.first(order, num_given=num_given, options=settings.schedule)
     cached = cached and model.keeps_keys
     cache = inference.cache(model.num_cached, static=static) if cached else None
     if step is None:

@@ -109,7 +109,7 @@ class Sampler:
     def order_of(self, images: Tensor) -> Tensor:
         """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
         images = images.to(self.device)
-        return self.model.schedule.order_of(images, self.settings.schedule, seed=self.seed)
+        return self.model.schedule.order_of(images, seed=self.seed)
 
     def from_order(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Convert the output of `tokens` to the tokenizer's tokens in raster order."""

@@ -29,15 +29,15 @@ from megavis.grammar.boundaries import context_size
 from megavis.parallel.random import uniform
 from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.hidden_tokens import HiddenTokens, random_ranks
-from megavis.schedules.orders import Orders, gather_tokens, random_orders
+from megavis.schedules.orders import random_orders
 from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
 class Hiding(Schedule):
-    """Hidden tokens are group 1, the others group 0; all positions are inputs, in one order.
+    """Hidden tokens are group 1, the others group 0; all positions are inputs, in raster order.
 
     Args:
-        orders: the token at each position, the same for all images.
+        num_tokens: tokens n of an image.
         seed: the run's seed; the mask is a function of seed and sample.
     """
 
@@ -45,8 +45,8 @@ class Hiding(Schedule):
     is_random = True
     names = ("mask",)
 
-    def __init__(self, orders: Orders, *, seed: int) -> None:
-        self.orders, self.seed = orders, seed
+    def __init__(self, num_tokens: int, *, seed: int) -> None:
+        self.num_tokens, self.seed = num_tokens, seed
 
     def draw(self, index: Tensor) -> Arrangement:
         """Draw the masks of samples `[b]`."""
@@ -61,7 +61,7 @@ class Hiding(Schedule):
         mask: Tensor | None = choices.get("mask")
         if mask is None:
             return self.draw(index) if is_named else self.for_features(torch.zeros_like(index))
-        shape = (len(index), self.orders.num_positions)
+        shape = (len(index), self.num_tokens)
         if mask.shape != shape or mask.dtype != torch.bool:
             raise UserError(
                 f"the mask has shape {list(mask.shape)} and type {mask.dtype}; this run expects"
@@ -74,15 +74,13 @@ class Hiding(Schedule):
         """Return the mask of samples `[b]`: bool `[b, n]` in raster order, true where masked."""
 
     def hiding(self, hidden: Tensor) -> Arrangement:
-        """Return the arrangement of a mask, bool `[b, n]` in raster order."""
-        order = self.orders.shared(hidden.device)
-        groups = gather_tokens(hidden.long(), order)
-        return Arrangement(order, groups, num_content=order.shape[1])
+        """Return the arrangement of a mask, bool `[b or 1, n]` in raster order."""
+        order = torch.arange(self.num_tokens, device=hidden.device)[None]
+        return Arrangement(order, hidden.long(), num_content=self.num_tokens)
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Mask nothing."""
-        order = self.orders.shared(index.device)
-        return Arrangement(order, torch.zeros_like(order), num_content=order.shape[1])
+        return self.hiding(torch.zeros(1, self.num_tokens, dtype=torch.bool, device=index.device))
 
 
 class Masked(Hiding):
@@ -96,14 +94,14 @@ class Masked(Hiding):
 
     def __init__(
         self,
-        orders: Orders,
+        num_tokens: int,
         *,
         share: float,
         hidden: HiddenTokens | None = None,
         masks_features: bool,
         seed: int,
     ) -> None:
-        super().__init__(orders, seed=seed)
+        super().__init__(num_tokens, seed=seed)
         self.share, self.hidden, self.masks_features = share, hidden, masks_features
 
     @property
@@ -113,9 +111,8 @@ class Masked(Hiding):
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
-        count = self.orders.num_positions
         if self.hidden is None:
-            return uniform(index, count, seed=self.seed, purpose="bert-mask") < self.share
+            return uniform(index, self.num_tokens, seed=self.seed, purpose="bert-mask") < self.share
         return self.hidden.ranks(index, seed=self.seed) < self.hidden.count
 
     def for_features(self, index: Tensor) -> Arrangement:
@@ -186,20 +183,20 @@ class Rounds(Hiding):
 
     def __init__(
         self,
-        orders: Orders,
+        num_tokens: int,
         *,
         share: HiddenShare,
         loss_average: LossAverage,
         of_ids: bool = False,
         seed: int,
     ) -> None:
-        super().__init__(orders, seed=seed)
+        super().__init__(num_tokens, seed=seed)
         self.options_type = IdRoundOptions if of_ids else RoundOptions
         self.share, self.loss_average = share, loss_average
 
     def draw_hidden(self, index: Tensor) -> Tensor:
         """See `Hiding`."""
-        ranks = random_ranks(index, self.orders.num_positions, seed=self.seed)
+        ranks = random_ranks(index, self.num_tokens, seed=self.seed)
         return ranks < self.num_predicted(index)[:, None]
 
     def num_predicted(self, index: Tensor) -> Tensor:
@@ -211,18 +208,15 @@ class Rounds(Hiding):
         """The expectation of `num_predicted`."""
         return self.share.mean
 
-    def order_of(self, images: Tensor, options: RoundOptions, *, seed: int) -> Tensor:
-        """Return the order of all images: int64 `[1, n]`."""
-        return self.orders.shared(images.device)
+    def order_of(self, images: Tensor, *, seed: int) -> Tensor:
+        """Return raster order, of all images: int64 `[1, n]`."""
+        return torch.arange(self.num_tokens, device=images.device)[None]
 
-    def first(
-        self, order: Tensor, *, num_images: int, num_given: int, options: RoundOptions
-    ) -> Step:
+    def first(self, order: Tensor, *, num_given: int, options: RoundOptions) -> Step:
         """Mask all tokens and predict all."""
-        shape = (num_images, order.shape[1])
-        hidden = torch.ones(shape, dtype=torch.bool, device=order.device)
-        arrangement = Arrangement(order, hidden.long(), num_content=order.shape[1])
-        return Step(arrangement, 0, slice(0, order.shape[1]), 0, "round/0", hidden=hidden)
+        hidden = torch.ones_like(order, dtype=torch.bool)
+        arrangement = Arrangement(order, hidden.long(), num_content=self.num_tokens)
+        return Step(arrangement, 0, slice(0, self.num_tokens), 0, "round/0", hidden=hidden)
 
     def share_done(self, step: Step, options: RoundOptions) -> float:
         """Return the share of the rounds before a step."""

@@ -159,7 +159,23 @@ class OneByOne(Schedule):
         return (draws * longest).long().clamp(max=longest - 1) + 1
 
     def _arranged(self, order: Tensor, prefix: int | Tensor) -> Arrangement:
-        return self.along(order, prefix, num_given=self.prefix, first_asked=self.first_asked)
+        """Return the arrangement along `order`, int64 `[b or 1, n]`.
+
+        `prefix`: given tokens of all images, or of each, int64 `[b, 1]`.
+        """
+        count, first = order.shape[1], self.first_asked
+        groups = torch.arange(1, count + 1, device=order.device)[None] - prefix
+        # No token is predicted from the last one. Without a start token an idle row still holds it,
+        # since more layouts divide n rows than n - 1.
+        return Arrangement(
+            order,
+            groups.clamp(min=0),
+            num_content=count - 1 + first,
+            first_asked=first,
+            num_given=self.prefix,
+            num_idle=first,
+            predicts_all=isinstance(prefix, int) and prefix == first == 0,
+        )
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
         """Return the arrangement of a user's order and prefix; by default those of training.
@@ -186,36 +202,11 @@ class OneByOne(Schedule):
         order = self.orders.shared(index.device)
         return self._arranged(order, order.shape[1] if self.draws_prefix else self.prefix)
 
-    @staticmethod
-    def along(
-        order: Tensor, prefix: int | Tensor = 0, *, num_given: int = 0, first_asked: int = 0
-    ) -> Arrangement:
-        """Return the arrangement that predicts along `order`, int64 `[b or 1, n]`.
-
-        Args:
-            prefix: given tokens of all images, or of each, int64 `[b, 1]`.
-            num_given: the smallest of them.
-            first_asked: see `OneByOne`.
-        """
-        count = order.shape[1]
-        groups = torch.arange(1, count + 1, device=order.device)[None] - prefix
-        # No token is predicted from the last one. Without a start token an idle row still holds it,
-        # since more layouts divide n rows than n - 1.
-        return Arrangement(
-            order,
-            groups.clamp(min=0),
-            num_content=count - 1 + first_asked,
-            first_asked=first_asked,
-            num_given=num_given,
-            num_idle=first_asked,
-            predicts_all=isinstance(prefix, int) and prefix == first_asked == 0,
-        )
-
-    def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
+    def order_of(self, images: Tensor, *, seed: int) -> Tensor:
         """Return the orders that images with these indices have in training."""
         return self.orders.of(images)
 
-    def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
+    def first(self, order: Tensor, *, num_given: int, options: Any) -> Step | None:
         """Predict the first position that is not given; raise UserError if it is in the prefix.
 
         Where prefixes are drawn, all given tokens are the prefix.

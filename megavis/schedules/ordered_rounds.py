@@ -96,7 +96,7 @@ class OrderedRounds(Schedule):
         """The expectation of `num_predicted`."""
         return self.share.mean
 
-    def order_of(self, images: Tensor, options: OrderedRoundOptions, *, seed: int) -> Tensor:
+    def order_of(self, images: Tensor, *, seed: int) -> Tensor:
         """Draw an order for each image `[b]` as a function of seed and index: int64 `[b, n]`."""
         return random_orders(images, self.num_tokens, seed=seed)
 
@@ -108,9 +108,7 @@ class OrderedRounds(Schedule):
         count = step.arrangement.num_positions
         return float(min(step.asked.stop, count - 1) / count)
 
-    def first(
-        self, order: Tensor, *, num_images: int, num_given: int, options: OrderedRoundOptions
-    ) -> Step | None:
+    def first(self, order: Tensor, *, num_given: int, options: OrderedRoundOptions) -> Step | None:
         """Predict the first tokens of the order that are not given."""
         arrangement = Arrangement(order, torch.zeros_like(order), num_content=self.num_tokens)
         return self._step(arrangement, num_given, 0, num_given, options)

@@ -28,12 +28,13 @@ class Orders:
     Args:
         shared: int64 `[n]`, the order of all images; for features, if each image has its own.
         seed: seed of the orders drawn for each image; None if all images share one.
-        share: probability that an image has its own order, if there is a seed; the others have the
-            shared one.
     """
 
-    def __init__(self, shared: Tensor, *, seed: int | None = None, share: float = 1.0) -> None:
-        self._shared, self._seed, self.share = DeviceConstant(shared), seed, share
+    share = 1.0
+    """Probability that an image has its own order, if there is a seed; the others share one."""
+
+    def __init__(self, shared: Tensor, *, seed: int | None = None) -> None:
+        self._shared, self._seed = DeviceConstant(shared), seed
         self.num_positions = len(shared)
 
     def with_share(self, share: float) -> Orders:

@@ -114,11 +114,11 @@ class Schedule(ABC):
     def for_features(self, index: Tensor) -> Arrangement:
         """Return the arrangement for features of samples `index`, int64 `[b]`."""
 
-    def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
+    def order_of(self, images: Tensor, *, seed: int) -> Tensor:
         """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
         raise UserError("this schedule does not generate")
 
-    def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
+    def first(self, order: Tensor, *, num_given: int, options: Any) -> Step | None:
         """Return the first step of generation; None if all tokens are given."""
         raise UserError("this schedule does not generate")
 
@@ -187,8 +187,8 @@ class PredictionTargets:
         arrangement: order and groups, `[1, n]` or `[b, n]`.
         known: positions `[0, known)` hold known tokens.
         asked: the positions to predict, a contiguous range.
-        hidden: bool `[b, n]`, true where the token is masked, for schedules that do not follow an
-            order; by default where the arrangement's groups are above 0.
+        hidden: bool `[b or 1, n]`, true where the token is masked, for schedules that do not follow
+            an order; by default where the arrangement's groups are above 0.
     """
 
     arrangement: Arrangement

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.config.section import LossAverage
-from megavis.grammar.boundaries import Cut, Segmentation, boundaries_error, boundary_range
+from megavis.grammar.boundaries import Cut, boundaries_error, boundary_range, fixed_boundaries
 from megavis.parallel.device import DeviceConstant
 from megavis.parallel.random import uniform
 from megavis.schedules.orders import check_order, random_orders
@@ -74,7 +74,10 @@ class Groups(Schedule):
         self.cut, self.num_tokens, self.num_groups = cut, num_tokens, num_groups
         self.shuffled, self.seed = shuffled, seed
         self.bounds = boundary_range(cut, num_tokens, num_groups, boundaries)
-        self._given = None if boundaries is None else DeviceConstant(torch.tensor(boundaries))
+        constant = fixed_boundaries(num_tokens, num_groups) if cut == "fixed" else boundaries
+        typical = constant or typical_boundaries(cut, num_tokens, num_groups)
+        self._constant = None if constant is None else DeviceConstant(torch.tensor(constant))
+        self._typical = DeviceConstant(torch.tensor(typical))
 
     @property
     def given_share(self) -> float:
@@ -154,35 +157,24 @@ class Groups(Schedule):
         """Return order and groups as in training, or raster order with the typical groups."""
         if self.draws_features:
             return self.draw(index)
-        if self.cut == "given":
-            boundaries = self._boundaries(index)
-        else:
-            boundaries = typical_boundaries(
-                self.cut, self.num_tokens, self.num_groups, device=index.device
-            ).expand(len(index), -1)
         order = torch.arange(self.num_tokens, device=index.device).expand(len(index), -1)
-        return self._arranged(order, boundaries)
+        return self._arranged(order, self._typical.on(index.device).expand(len(index), -1))
 
     def _boundaries(self, index: Tensor) -> Tensor:
         """Return n_0 .. n_{K-1} of samples `[b]`: int64 `[b, K]`."""
-        if self.cut == "given":
-            assert self._given is not None
-            return self._given.on(index.device).expand(len(index), -1)
-        return draw_boundaries(
-            self.cut,
-            index,
-            num_tokens=self.num_tokens,
-            num_groups=self.num_groups,
-            seed=self.seed,
-        )
+        if self._constant is not None:
+            return self._constant.on(index.device).expand(len(index), -1)
+        draws = uniform(index, self.num_tokens - 1, seed=self.seed, purpose="boundaries")
+        if self.cut == "random":
+            return _smallest(draws, self.num_groups)
+        share = uniform(index, 1, seed=self.seed, purpose="share")
+        return mixed_length(draws, share, self.num_groups)
 
-    def order_of(self, images: Tensor, options: GroupOptions, *, seed: int) -> Tensor:
+    def order_of(self, images: Tensor, *, seed: int) -> Tensor:
         """Draw an order for each image `[b]` as a function of seed and index: int64 `[b, n]`."""
         return random_orders(images, self.num_tokens, seed=seed)
 
-    def first(
-        self, order: Tensor, *, num_images: int, num_given: int, options: GroupOptions
-    ) -> Step:
+    def first(self, order: Tensor, *, num_given: int, options: GroupOptions) -> Step:
         """Predict the first group; raise UserError if nothing is given, or a group is empty."""
         ends = even_group_ends(num_given, order.shape[1], options.groups)
         groups = groups_of(torch.tensor([ends[:-1]], device=order.device), order.shape[1])
@@ -210,26 +202,6 @@ def even_group_ends(num_given: int, num_tokens: int, num_groups: int) -> tuple[i
             f" {num_groups} groups; use 1 to {max(rest, 1)} groups and give at least one token"
         )
     return tuple(num_given + i * rest // num_groups for i in range(num_groups + 1))
-
-
-def draw_boundaries(
-    kind: Segmentation, sample_index: Tensor, *, num_tokens: int, num_groups: int, seed: int
-) -> Tensor:
-    """Draw n_0 .. n_{K-1} for each sample: int64 `[b, K]`, increasing, each in [0, T - 1]."""
-    if kind == "fixed":
-        fixed = fixed_length(num_tokens, num_groups, device=sample_index.device)
-        return fixed.expand(len(sample_index), -1)
-    draws = uniform(sample_index, num_tokens - 1, seed=seed, purpose="boundaries")
-    if kind == "random":
-        return _smallest(draws, num_groups)
-    share = uniform(sample_index, 1, seed=seed, purpose="share")
-    return mixed_length(draws, share, num_groups)
-
-
-def fixed_length(num_tokens: int, num_groups: int, device: torch.device | None = None) -> Tensor:
-    """Return `fixed_boundaries` as a tensor, computed on the device: int64 `[K]`."""
-    places = torch.arange(1, num_groups + 1, device=device)
-    return places * num_tokens // (num_groups + 1)
 
 
 def mixed_length(draws: Tensor, share: Tensor, num_groups: int) -> Tensor:
@@ -261,17 +233,15 @@ def expected_last(num_tokens: int, num_groups: int) -> float:
     return num_groups + sum(math.erfc(each / math.sqrt(2)) / 2 for each in z[num_groups:])
 
 
-def typical_boundaries(
-    kind: Segmentation, num_tokens: int, num_groups: int, device: torch.device | None = None
-) -> Tensor:
-    """Return deterministic boundaries typical of those drawn in training: int64 `[K]`.
+def typical_boundaries(cut: Cut, num_tokens: int, num_groups: int) -> tuple[int, ...]:
+    """Return n_0 .. n_{K-1} typical of those drawn in training, for features.
 
-    Used for features. They are evenly spaced, up to T / 2 with mixed length.
+    They are evenly spaced, up to T / 2 with mixed length.
     """
-    if kind != "mixed":
-        return fixed_length(num_tokens, num_groups, device)
+    if cut != "mixed":
+        return fixed_boundaries(num_tokens, num_groups)
     last = min(max(round(MEAN_SHARE * num_tokens), num_groups), num_tokens - 1)
-    return torch.arange(1, num_groups + 1, device=device) * last // num_groups
+    return tuple(place * last // num_groups for place in range(1, num_groups + 1))
 
 
 def _smallest(draws: Tensor, count: int) -> Tensor:

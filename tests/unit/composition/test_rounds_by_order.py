@@ -26,11 +26,11 @@ def test_asked_tokens_are_the_last_rows(made):
     """Rows of a round give the same predictions as all rows in another order."""
     model, inference = made
     images, options = torch.arange(2), OrderedRoundOptions(3)
-    order = model.schedule.order_of(images, options, seed=0)
+    order = model.schedule.order_of(images, seed=0)
     tokens = model.given(model.tokens_of(photographs(2, 16)))
     tokens = tokens.gather(1, order[..., None].expand_as(tokens))
     known = model.condition.given({"labels": torch.tensor([0, 2])}, 2, order.device)
-    step = model.schedule.first(order, num_images=2, num_given=5, options=options)
+    step = model.schedule.first(order, num_given=5, options=options)
     assert (step.known, step.asked) == (5, slice(5, 7))
     outputs = []
     for wanted in (step, step.arrangement.prediction_targets):

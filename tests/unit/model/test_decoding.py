@@ -16,6 +16,7 @@ from megavis.model.kernels import choose_kernels
 from megavis.model.static_step import StaticStep
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
 from megavis.schedules.schedule import PredictionTargets
 
 LAYER_NORM = "model.normalization=layer_norm"
@@ -30,7 +31,8 @@ SHAPES = [
 
 def inputs_at(objective, ids, start, stop):
     """Return the inputs at positions [start, stop)."""
-    plan = OneByOne.along(torch.arange(objective.num_tokens)[None])
+    schedule = OneByOne(Orders(torch.arange(objective.num_tokens)))
+    plan = schedule.draw(torch.zeros(1, dtype=torch.int64))
     return objective.rows(ids, PredictionTargets(plan, stop - 1, slice(stop - 1, stop)), (), start)
 
 

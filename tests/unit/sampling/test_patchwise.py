@@ -12,7 +12,7 @@ from megavis.parallel.random import normal
 from megavis.sampling.pictures import Gallery, pixels_of
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
-from megavis.schedules.orders import gather_tokens, to_raster
+from megavis.schedules.orders import Orders, gather_tokens, to_raster
 
 CONFIG = tiny(
     "{name: darl, patch_size: 4, noise_a: 1, sampling_steps: 3}",
@@ -47,7 +47,8 @@ def sampler(build, tmp_path):
 
 def sequence_of(objective, patches, order):
     """Return training inputs for patches that are already in generation order."""
-    plan = OneByOne.along(order)
+    schedule, index = OneByOne(Orders(torch.arange(16))), torch.arange(len(order))
+    plan = schedule.chosen(index, {"order": order}, is_named=True)
     rows = objective.asks.rows(patches, plan.prediction_targets)
     return (*rows, *objective.density.blank_inputs(objective.asks.shape_of(rows), rows[0].device))
 

@@ -78,7 +78,7 @@ def test_outside_of_training_the_share_is_the_last_steps():
     assert schedule.at(None) is schedule
     assert not schedule.is_random
     assert schedule.draw(index).order.tolist() == [RASTER] * 3
-    assert schedule.order_of(index, None, seed=7).tolist() == [RASTER] * 3
+    assert schedule.order_of(index, seed=7).tolist() == [RASTER] * 3
     assert schedule.for_features(index).order.tolist() == [RASTER]
     never = annealed(400, 400)
     assert never.is_random

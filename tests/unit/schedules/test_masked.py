@@ -9,7 +9,6 @@ from megavis.config.errors import UserError
 from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.hidden_tokens import HiddenTokens
 from megavis.schedules.masked import Masked, RoundOptions, Rounds, lowest
-from megavis.schedules.orders import Orders
 from megavis.schedules.schedule import GenerationProgress
 
 NUM_TOKENS = 16
@@ -28,21 +27,19 @@ def test_cosine_schedule_reveals_at_least_one_token_per_round(rounds, num_tokens
 
 def schedule():
     share = HiddenShare(NUM_TOKENS, 0.0, None, 1)
-    return Rounds(Orders(torch.arange(NUM_TOKENS)), share=share, loss_average="batch", seed=0)
+    return Rounds(NUM_TOKENS, share=share, loss_average="batch", seed=0)
 
 
 def hidden_by_step(temperature, rounds=4, seed=0):
     """Return the hidden tokens of each round when a token's score is its position."""
     options, images = RoundOptions(rounds, temperature), torch.tensor([5, 9])
     rule = schedule()
-    step = rule.first(
-        rule.order_of(images, options, seed=seed), num_images=2, num_given=0, options=options
-    )
+    step = rule.first(rule.order_of(images, seed=seed), num_given=0, options=options)
     found = []
     while step is not None:
         assert step.asked == slice(0, NUM_TOKENS)
         assert torch.equal(step.arrangement.groups > 0, step.hidden)
-        found.append(step.hidden)
+        found.append(step.hidden.expand(2, -1))
         score = torch.arange(float(NUM_TOKENS)).expand(2, NUM_TOKENS)
         step = rule.after(step, GenerationProgress(score, images, seed), options)
     return found, options
@@ -82,16 +79,13 @@ def test_out_of_range_options_raise(rounds, temperature):
         RoundOptions(rounds, temperature)
 
 
-def masked(order=None, **keys):
-    order = torch.arange(4) if order is None else order
-    return Masked(Orders(order), **{"share": 0.3, "masks_features": False, "seed": 4, **keys})
+def masked(**keys):
+    return Masked(4, **{"share": 0.3, "masks_features": False, "seed": 4, **keys})
 
 
-def test_masked_share_is_independent_of_token_order():
-    order, index = torch.tensor([2, 0, 3, 1]), torch.arange(5000)
-    hidden = masked().draw(index).groups
+def test_each_token_is_masked_with_the_probability():
+    hidden = masked().draw(torch.arange(5000)).groups
     assert hidden.float().mean() == pytest.approx(0.3, abs=0.01)
-    assert torch.equal(masked(order).draw(index).groups, hidden[:, order])
     assert masked().is_random
 
 
@@ -104,11 +98,11 @@ def test_every_subset_of_an_exact_number_is_equally_likely():
 
 
 def test_features_hide_nothing_unless_they_hide_as_in_training():
-    order, index = torch.tensor([2, 0, 3, 1]), torch.arange(9)
+    index = torch.arange(9)
     assert not masked().for_features(index).groups.any()
     assert not masked().has_random_features
     drawn = masked(masks_features=True)
     assert drawn.has_random_features
     assert torch.equal(drawn.for_features(index).groups, drawn.draw(index).groups)
-    rounds = Rounds(Orders(order), share=HiddenShare(4, 0.3, None, 1), loss_average="batch", seed=4)
+    rounds = Rounds(4, share=HiddenShare(4, 0.3, None, 1), loss_average="batch", seed=4)
     assert not rounds.for_features(index).groups.any()

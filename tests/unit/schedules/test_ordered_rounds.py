@@ -75,9 +75,9 @@ def test_training_hides_the_end_of_an_order_of_each_image():
 def steps_of(rounds, given=0, count=NUM_TOKENS):
     options, images = OrderedRoundOptions(rounds), torch.tensor([5, 9])
     rule = schedule(count=count)
-    order = rule.order_of(images, options, seed=3)
+    order = rule.order_of(images, seed=3)
     assert not torch.equal(order[0], order[1])
-    step = rule.first(order, num_images=2, num_given=given, options=options)
+    step = rule.first(order, num_given=given, options=options)
     while step is not None:
         assert torch.equal(step.arrangement.order, order)
         hidden = torch.arange(count) >= step.known

@@ -16,7 +16,7 @@ NOTHING = GenerationProgress(None, torch.arange(2), 0)
 
 
 def steps_of(schedule, order, num_given, options):
-    step = schedule.first(order, num_images=2, num_given=num_given, options=options)
+    step = schedule.first(order, num_given=num_given, options=options)
     while step is not None:
         yield step
         step = schedule.after(step, NOTHING, options)
@@ -25,7 +25,7 @@ def steps_of(schedule, order, num_given, options):
 @pytest.mark.parametrize("num_given", [0, 1, 4, 5])
 def test_one_by_one_generates_positions_in_order(num_given):
     schedule = OneByOne(Orders(torch.tensor([3, 1, 0, 2, 4])))
-    order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
+    order = schedule.order_of(torch.arange(2), seed=7)
     assert order.tolist() == [[3, 1, 0, 2, 4]]
     found = [(s.known, s.asked, s.number, s.name) for s in steps_of(schedule, order, num_given, 0)]
     assert found == [
@@ -86,7 +86,7 @@ def test_prefix_can_be_chosen_where_it_is_drawn():
 
 def test_all_given_tokens_are_the_drawn_prefix_in_generation():
     schedule = OneByOne(Orders(torch.arange(5)), prefix="drawn", seed=5)
-    order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
+    order = schedule.order_of(torch.arange(2), seed=7)
     steps = list(steps_of(schedule, order, 3, NoOptions()))
     assert [(step.known, step.asked) for step in steps] == [(3, slice(3, 4)), (4, slice(4, 5))]
     assert steps[0].arrangement.groups.tolist() == [[0, 0, 0, 1, 2]]
@@ -106,7 +106,7 @@ def test_without_a_start_token_the_last_row_is_idle():
 def test_each_group_sees_all_earlier_groups(num_given, groups):
     schedule = Groups("random", num_tokens=9, num_groups=2, shuffled=True, seed=0)
     options, images = GroupOptions(groups), torch.tensor([4, 9])
-    order = schedule.order_of(images, options, seed=5)
+    order = schedule.order_of(images, seed=5)
     assert torch.equal(order, random_orders(images, 9, seed=5))
     ends = even_group_ends(num_given, 9, groups)
     steps = list(steps_of(schedule, order, num_given, options))
@@ -169,19 +169,19 @@ def test_raster_orders_with_fixed_groups_draw_nothing_for_features():
 def test_the_share_that_is_done_grows_to_one():
     """By positions, of which given ones are done, or by rounds."""
     schedule = OneByOne(Orders(torch.arange(5)))
-    order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
+    order = schedule.order_of(torch.arange(2), seed=7)
     shares = [schedule.share_done(step, 0) for step in steps_of(schedule, order, 2, 0)]
     assert shares == pytest.approx([2 / 5, 3 / 5, 4 / 5])
     rounds, options = (
         Rounds(
-            Orders(torch.arange(5)),
+            5,
             share=HiddenShare(5, 0.0, None, 1),
             loss_average="batch",
             seed=0,
         ),
         RoundOptions(rounds=4),
     )
-    step = rounds.first(order, num_images=2, num_given=0, options=options)
+    step = rounds.first(order, num_given=0, options=options)
     assert rounds.share_done(step, options) == 0
     progress = GenerationProgress(torch.zeros(2, 5), torch.arange(2), 0)
     step = rounds.after(step, progress, options)
