@@ -315,7 +315,6 @@ class HeadPlan:
         num_skipped: leading rows that predict nothing.
         also_return: name of a carried tensor that the density scores.
         seed: the run's seed.
-        key: maps keys of the density to config keys, for messages.
     """
 
     core: Core
@@ -323,7 +322,6 @@ class HeadPlan:
     num_skipped: int
     also_return: str | None
     seed: int
-    key: Key
 
     @property
     def width(self) -> int:
@@ -392,7 +390,6 @@ def _(word: words.SquaredError, head: HeadPlan) -> Density:
         normalize=word.normalize,
         build_head=factory,
         decoder=work,
-        normalize_key=head.key("normalize"),
     )
 
 
@@ -420,10 +417,11 @@ def _(word: words.CorrelatedGaussian, head: HeadPlan) -> Density:
 @build_density.register
 def _(word: words.Diffusion, head: HeadPlan) -> Density:
     from megavis.densities.decoders import DecoderSpec
-    from megavis.densities.diffusion import Diffusion, DiffusionProcess
+    from megavis.densities.diffusion import Diffusion
+    from megavis.densities.noise_levels import NoiseSpec
 
     assert isinstance(head.predicts, tokens.Vectors)
-    process = DiffusionProcess.of(word, value_range=head.predicts.value_range, seed=head.seed)
+    noise = NoiseSpec(word.noise, word.noise_a, word.noise_b, word.noise_steps)
     learns_positions = word.decoder_positions == "learned"
     spec = DecoderSpec(
         word.decoder,
@@ -436,11 +434,19 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
         grid=head.predicts.grid if learns_positions else None,
         learns_positions=learns_positions,
         num_outputs=head.width * (1 + word.learns_variance),
-        noise=process.noise,
+        noise=noise,
         num_noises=word.noises_per_token,
     )
     factory, work = head.decoder(spec)
-    return Diffusion(head.width, process, build_head=factory, decoder=work)
+    return Diffusion(
+        word,
+        width=head.width,
+        noise=noise,
+        value_range=head.predicts.value_range,
+        seed=head.seed,
+        build_head=factory,
+        decoder=work,
+    )
 
 
 def build_initialization(word: words.InitialWeights, model: ModelConfig) -> Initialization:

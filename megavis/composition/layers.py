@@ -125,7 +125,6 @@ class Layers(Backbone):
             num_skipped=self.num_skipped,
             also_return=TRANSFORMED if self.has_transform else None,
             seed=self.config.seed,
-            key=under("density", self.paper.key),
         )
         return build_density(self.grammar.density, head)
 

@@ -25,6 +25,7 @@ from megavis.densities.density import (
     SamplingKeys,
     TokenSampler,
     check_guidance_schedule,
+    check_not_negative,
     for_each_key,
 )
 from megavis.model.core import Core
@@ -62,14 +63,11 @@ class CategoricalOptions:
     Decoder-only Autoregressive Visual Generation in Random Orders"."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"the temperature must be 0 or more, not {self.temperature}")
+        check_not_negative(temperature=self.temperature, guidance=self.guidance)
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top-k must be 1 or more, not {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top-p must lie in (0, 1], not {self.top_p}")
-        if not 0 <= self.guidance < float("inf"):
-            raise UserError(f"the guidance must be 0 or more, not {self.guidance}")
         power = self.guidance_power
         if power is not None and not 0 <= power < float("inf"):
             raise UserError(f"the power of the guidance must be 0 or more, not {power}")
@@ -182,7 +180,7 @@ class _CategoricalSampling(TokenSampler):
     scored: bool
 
     @property
-    def num_lanes(self) -> int:  # type: ignore[override]  # the base class has an attribute
+    def num_lanes(self) -> int:
         """Two with guidance."""
         return 2 if self.choice.guidance else 1
 
@@ -212,10 +210,6 @@ class Place(Density):
     def __init__(self, num_places: int, *, build_head: Callable[[], Head]) -> None:
         super().__init__(num_places, build_head)
 
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return the logits of each token, `[b, n, n]`."""
-        return predictions
-
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -226,7 +220,7 @@ class Place(Density):
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each token in nats, `[b, n]`, for int64 `[b, n]`."""
         # Classes last, not `[b, classes, n]`: that layout has no deterministic kernel on a GPU.
-        return cross_entropy(self.outputs(predictions), targets)
+        return cross_entropy(predictions, targets)
 
     @property
     def measures_accuracy(self) -> bool:
@@ -241,7 +235,7 @@ class Place(Density):
         Tokens of weight 0, whose positions are given, are not counted.
         """
         true, *weights = targets
-        likeliest = self.outputs(predictions).topk(min(5, self.num_outputs), dim=-1).indices
+        likeliest = predictions.topk(min(5, self.num_outputs), dim=-1).indices
         hits = (likeliest == true[..., None]).float()
         counted = weights[0] if weights else torch.ones_like(hits[..., 0])
         hits, count = hits * counted[..., None], counted.sum()

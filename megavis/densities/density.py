@@ -58,6 +58,13 @@ NO_DECODER = DecoderWork()
 """Work of a head that is a norm and a linear layer."""
 
 
+def check_not_negative(**values: float | None) -> None:
+    """Raise UserError for an option that is not a number from 0; None is one that is not given."""
+    for name, value in values.items():
+        if value is not None and not 0 <= value < float("inf"):
+            raise UserError(f"the {name} must be 0 or more, not {value}")
+
+
 def check_guidance_schedule(schedule: str | None, guidance: float) -> None:
     """Check an option `guidance_schedule`; raise UserError if it is unknown or has no effect."""
     if schedule is not None and schedule not in GUIDANCE_SCHEDULES:
@@ -123,9 +130,10 @@ class Density(ABC):
         """
         return {}
 
-    @abstractmethod
     def outputs(self, predictions: Any) -> Tensor:
-        """Return the head's output gathered and batch first, `[b, q, num_outputs]`."""
+        """Return the head's output gathered and batch first, as most heads already do."""
+        gathered: Tensor = predictions
+        return gathered
 
     def restored(self, predictions: Any, targets: Tensor) -> Tensor:
         """Return the predicted tokens `[b, q, ...]`, to be shown as images.
@@ -231,8 +239,10 @@ class Samples:
 class TokenSampler(ABC):
     """Samples tokens from a model's predictions; replaces the head in generation."""
 
-    num_lanes: int = 1
-    """Rows of the model per sampled row: 2 with guidance, where the second is unconditional."""
+    @property
+    def num_lanes(self) -> int:
+        """Rows of the model per sampled row: 2 with guidance, where the second is unconditional."""
+        return 1
 
     @abstractmethod
     def __call__(self, head: nn.Module, state: PackedState, draws: SamplingKeys) -> Samples:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.decoders import PatchHead
 from megavis.densities.density import (
-    NO_DECODER,
     UNSCORED,
     DecoderWork,
     Density,
@@ -38,9 +37,11 @@ from megavis.densities.density import (
     SamplingKeys,
     TokenSampler,
     check_guidance_schedule,
+    check_not_negative,
     for_each_key,
 )
 from megavis.densities.noise_levels import CosineNoise, NoiseSpec
+from megavis.grammar import words
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
@@ -64,10 +65,7 @@ class DiffusionOptions:
     def __post_init__(self) -> None:
         if self.sampling_steps is not None and self.sampling_steps < 1:
             raise UserError(f"the number of steps must be at least 1, not {self.sampling_steps}")
-        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise UserError(f"the temperature must be at least 0, not {self.temperature}")
-        if not 0 <= self.guidance < float("inf"):
-            raise UserError(f"the guidance must be 0 or more, not {self.guidance}")
+        check_not_negative(temperature=self.temperature, guidance=self.guidance)
         check_guidance_schedule(self.guidance_schedule, self.guidance)
 
     def weight(self, share_known: float) -> float:
@@ -79,7 +77,11 @@ class Diffusion(Density):
     """Denoising loss, and ancestral sampling.
 
     Args:
+        keys: the config's.
         width: values of a patch.
+        noise: the noise levels of `keys`.
+        value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
+        seed: the run's seed; noise and γ of training are functions of seed and sample.
         build_head: builds a `PatchHead`.
         decoder: see `Density`.
     """
@@ -89,21 +91,25 @@ class Diffusion(Density):
 
     def __init__(
         self,
-        width: int,
-        process: DiffusionProcess,
+        keys: words.Diffusion,
         *,
+        width: int,
+        noise: NoiseSpec,
+        value_range: tuple[float, float] | None,
+        seed: int,
         build_head: Callable[[], Head],
-        decoder: DecoderWork = NO_DECODER,
+        decoder: DecoderWork,
     ) -> None:
-        super().__init__(width * (1 + process.learns_variance), build_head)
-        self.width, self.process, self.decoder = width, process, decoder
+        super().__init__(width * (1 + keys.learns_variance), build_head)
+        self.keys, self.width, self.noise, self.decoder = keys, width, noise, decoder
+        self.value_range, self.seed = value_range, seed
 
     def draw_noise(self, index: Tensor, num_positions: int, copy: int = 0) -> tuple[Tensor, Tensor]:
         """Draw ε `[b, n, d]` and γ `[b, n, 1]` as functions of seed, sample and noisy copy."""
-        width, seed, place = self.width, self.process.seed, f"/{copy}" if copy else ""
+        width, seed, place = self.width, self.seed, f"/{copy}" if copy else ""
         noise = normal(index, num_positions * width, seed=seed, purpose=f"noise{place}")
         draws = uniform(index, num_positions, seed=seed, purpose=f"gamma{place}")
-        gamma = self.process.noise.on(index.device).from_uniform(draws)
+        gamma = self.noise.on(index.device).from_uniform(draws)
         return noise.unflatten(1, (num_positions, width)), gamma[..., None]
 
     def corrupted(
@@ -115,7 +121,7 @@ class Diffusion(Density):
         patch is followed by its γ, d' = d + 1. The choice `gamma`, a scalar or `[b, q, 1]` in
         [0, 1], replaces the drawn γ.
         """
-        copies = range(self.process.noises_per_token)
+        copies = range(self.keys.noises_per_token)
         pairs = [self._corrupted(tokens, index, choices, copy) for copy in copies]
         targets, noisy = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))
         return targets, (noisy,)
@@ -130,8 +136,8 @@ class Diffusion(Density):
             gamma = _expanded(torch.as_tensor(chosen, device=gamma.device), gamma)
             if not bool(((gamma >= 0) & (gamma <= 1)).all()):
                 raise UserError(f"gamma must be in [0, 1], not {chosen}")
-        target = noise if self.process.predicts == "noise" else tokens
-        if self.process.learns_variance:
+        target = noise if self.keys.predicts == "noise" else tokens
+        if self.keys.learns_variance:
             target = torch.cat([tokens.float(), noise, gamma], dim=-1)
         return target, with_gamma(corrupt(tokens, noise, gamma), gamma)
 
@@ -145,14 +151,14 @@ class Diffusion(Density):
         It is L_SIMP, the mean squared error over the values of a patch; with a learned variance,
         also the term of the variational bound.
         """
-        count = self.process.noises_per_token
+        count = self.keys.noises_per_token
         predictions = predictions.float().unflatten(-1, (count, -1))
         targets = targets.unflatten(-1, (count, -1))
-        if not self.process.learns_variance:
+        if not self.keys.learns_variance:
             return (predictions - targets).square().mean(-1).mean(-1)
         clean, noise, gamma = targets.split([self.width, self.width, 1], dim=-1)
         guess, spread = predictions.chunk(2, dim=-1)
-        error = guess - (noise if self.process.predicts == "noise" else clean)
+        error = guess - (noise if self.keys.predicts == "noise" else clean)
         bound = self._bound(error.detach(), spread, clean, gamma[..., 0])
         return (error.square().mean(-1) + bound).mean(-1)
 
@@ -168,34 +174,30 @@ class Diffusion(Density):
             clean: x⁰, `[b, q, k, d]`.
             gamma: γ, `[b, q, k]`.
         """
-        levels = self.process.noise.on(gamma.device)
+        levels = self.noise.on(gamma.device)
         assert isinstance(levels, CosineNoise)
         steps = levels.times(gamma).round().long()[..., None]
         small, large = levels.log_small[steps], levels.log_large[steps]
         log_scale = log_variance(spread, small, large)
-        if self.process.predicts == "noise":
+        if self.keys.predicts == "noise":
             error = -levels.of_noise[steps] * error
         # The means' terms in x cancel.
         divergence = gaussian_divergence(levels.of_clean[steps] * error, small, log_scale)
         unlikely = -log_bin(clean, clean + error, 0.5 * log_scale)
         return torch.where(steps == 0, unlikely, divergence).mean(-1) / math.log(2.0)
 
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return the predictions, `[b, q, k · num_outputs]`."""
-        return predictions
-
     def token_sampler(self, options: DiffusionOptions, *, scored: bool) -> TokenSampler:
         """Return an ancestral sampler (appendices E and F); raise UserError if `scored`."""
         if scored:
             raise UserError(UNSCORED.format("a diffusion decoder"))
-        process = self.process
-        steps = options.sampling_steps or process.sampling_steps
-        if process.noise.kind == "cosine" and steps > process.noise.steps:
+        keys, temperature = self.keys, options.temperature
+        steps = options.sampling_steps or keys.sampling_steps
+        if keys.noise == "cosine" and steps > keys.noise_steps:
             raise UserError(
-                f"the number of steps must be at most {process.noise.steps}, those of the cosine"
+                f"the number of steps must be at most {keys.noise_steps}, those of the cosine"
                 f" schedule, not {steps}"
             )
-        temperature = process.temperature if options.temperature is None else options.temperature
+        temperature = keys.sampling_temperature if temperature is None else temperature
         return _AncestralSampling(self, steps, temperature, options)
 
 
@@ -216,7 +218,7 @@ class _AncestralSampling(TokenSampler):
     choice: DiffusionOptions
 
     @property
-    def num_lanes(self) -> int:  # type: ignore[override]  # the base class has an attribute
+    def num_lanes(self) -> int:
         """Two with guidance."""
         return 2 if self.choice.guidance else 1
 
@@ -229,7 +231,7 @@ class _AncestralSampling(TokenSampler):
         def noise_of(step: int) -> Tensor:
             return draws.normal(f"step/{step}", width).view(*shape, width)
 
-        levels = self.density.process.noise.on(output.device)
+        levels = self.density.noise.on(output.device)
         patches = reverse_process(
             partial(self._denoise, decoder, output, self.choice.weight(draws.share_known)),
             noise_of,
@@ -249,11 +251,11 @@ class _AncestralSampling(TokenSampler):
                 half without a class.
             weight: w of the guidance.
         """
-        process = self.density.process
-        predicts_noise = process.predicts == "noise"
+        keys, value_range = self.density.keys, self.density.value_range
+        predicts_noise = keys.predicts == "noise"
         if predicts_noise:
             # x⁰ can be recovered only if x still contains some of it.
-            gamma = gamma.clamp(min=process.least_signal)
+            gamma = gamma.clamp(min=keys.least_signal)
         inputs = torch.cat([with_gamma(noisy, gamma)] * self.num_lanes)
         given, *free = head.decode(output, inputs).float().chunk(self.num_lanes)
         guess, spread = given[..., : self.density.width], given[..., self.density.width :]
@@ -262,51 +264,8 @@ class _AncestralSampling(TokenSampler):
             guess = guess + weight * (guess - free[0][..., : self.density.width])
         if predicts_noise:
             guess = clean_from_noise(noisy, guess, gamma)
-        clean = guess if process.value_range is None else guess.clamp(*process.value_range)
-        return (clean, spread) if process.learns_variance else clean
-
-
-@dataclass(frozen=True)
-class DiffusionProcess:
-    """Parameters of the forward and reverse process.
-
-    Attributes:
-        noise: the noise levels.
-        predicts: whether the decoder predicts the clean patch or the noise.
-        learns_variance: whether it predicts the variance of each step too; with cosine levels.
-        least_signal: if it predicts the noise, smallest γ in sampling from which x⁰ is estimated.
-        value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
-        temperature: multiplies the noise in sampling.
-        noises_per_token: noisy copies of each patch in training.
-        seed: the run's seed; noise and γ of training are functions of seed and sample.
-    """
-
-    noise: NoiseSpec
-    predicts: Literal["clean", "noise"]
-    learns_variance: bool
-    least_signal: float
-    value_range: tuple[float, float] | None
-    sampling_steps: int
-    temperature: float
-    noises_per_token: int
-    seed: int
-
-    @classmethod
-    def of(
-        cls, keys: Any, *, value_range: tuple[float, float] | None, seed: int
-    ) -> DiffusionProcess:
-        """Return the process of a config section."""
-        return cls(
-            NoiseSpec(keys.noise, keys.noise_a, keys.noise_b, keys.noise_steps),
-            keys.predicts,
-            keys.learns_variance,
-            keys.least_signal,
-            value_range,
-            keys.sampling_steps,
-            keys.sampling_temperature,
-            keys.noises_per_token,
-            seed,
-        )
+        clean = guess if value_range is None else guess.clamp(*value_range)
+        return (clean, spread) if keys.learns_variance else clean
 
 
 def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ class SquaredError(Density):
         normalize: standardise each target by its own mean and standard deviation ("Masked
             Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
         build_head: builds the last layer, which returns `[b, q, d]`.
-        normalize_key: config key of `normalize`, for messages.
     """
 
     predicts_tokens = True
@@ -49,42 +48,26 @@ class SquaredError(Density):
         normalize: bool,
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
-        normalize_key: str = "objective.normalize_targets",
     ) -> None:
         super().__init__(num_outputs, build_head)
-        self.normalize_key = normalize_key
         self.norm, self.normalize, self.decoder = norm, normalize, decoder
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the mean error over the values of each token, `[b, q]`."""
         if self.normalize:
             targets = normalize_patches(targets)
-        errors = self.outputs(predictions).float() - targets
+        errors = predictions.float() - targets
         return (errors.abs() if self.norm == "l1" else errors.square()).mean(-1)
-
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return the predictions `[b, q, d]`."""
-        return predictions
 
     def restored(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the predictions, with the targets' mean and standard deviation if normalised."""
-        predicted = self.outputs(predictions).float()
+        predicted = predictions.float()
         return with_statistics_of(targets, predicted) if self.normalize else predicted
 
     def token_sampler(self, options: object, *, scored: bool) -> TokenSampler:
-        """Return a sampler of the mean.
-
-        Raises:
-            UserError: targets are normalised, so predictions lack brightness and contrast; or
-                `scored`, but all means are equally likely.
-        """
+        """Return a sampler of the mean; raise UserError if `scored`: all are equally likely."""
         if scored:
             raise UserError(UNSCORED.format("squared error"))
-        if self.normalize:
-            raise UserError(
-                f"patches predicted with {self.normalize_key} lack brightness and contrast,"
-                " so no images can be generated; train without it to generate"
-            )
         return _MeanPrediction()
 
 

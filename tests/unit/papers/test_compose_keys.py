@@ -6,14 +6,12 @@ from compositions import (
     ADAPTER,
     CATEGORICAL,
     CLASSES,
-    GROUPS,
     IDS,
     LATENTS,
     MIXTURE,
     ONE_BY_ONE,
     PALETTE,
     PATCHES,
-    QUERY,
     SHIFT,
 )
 
@@ -34,13 +32,10 @@ def test_guidance_names_the_dropout_of_the_condition(build_composition):
         objective.condition.null(())
 
 
-def test_transform_and_normalized_targets(build_composition):
+def test_transform_names_its_key(build_composition):
     objective, _ = build_composition(LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER)
     with pytest.raises(UserError, match=r"with objective\.transform every token"):
         objective.given(torch.zeros(1, 4, 4, 4))
-    objective, _ = build_composition(PATCHES, GROUPS, QUERY, NORMALIZED)
-    with pytest.raises(UserError, match=r"with objective\.density\.normalize lack brightness"):
-        objective.density.token_sampler(None, scored=False)
 
 
 def test_tokens_name_the_section_that_they_come_from(build_composition):

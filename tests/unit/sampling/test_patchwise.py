@@ -127,7 +127,7 @@ def test_gallery_draws_a_grid(build, tmp_path):
     ("options", "message"),
     [
         ({"sampling_steps": 0}, "at least 1"),
-        ({"temperature": -1.0}, "at least 0"),
+        ({"temperature": -1.0}, "0 or more"),
         ({"top_k": 3}, "top_k does not apply to this run of darl"),
         ({"beams": 2}, "likelihoods, which a diffusion decoder lacks"),
     ],
