@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 import numpy as np
+from pydantic import BeforeValidator, Field
 
 from megavis.config.section import OrderKind
 
@@ -40,3 +41,9 @@ def _read_file(path: Path) -> tuple[int, ...]:
             "must contain a permutation: a vector of every token, counted from 0, once"
         )
     return tuple(int(pixel) for pixel in pixels)
+
+
+Order = Annotated[
+    str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
+]
+"""Config value of an order: see `read_order`."""

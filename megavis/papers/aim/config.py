@@ -15,14 +15,12 @@ released patch embedding refers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import BeforeValidator, Field
+from typing import ClassVar, Literal
 
 from megavis.config.schema import ConfigIssue, Positive, RunConfig
 from megavis.config.section import Section
 from megavis.grammar.grammar import Grammar
-from megavis.grammar.order import read_order
+from megavis.grammar.order import Order
 from megavis.grammar.paper import PaperConfig, Renamed
 from megavis.grammar.words import OneByOne, Patches, Shift, SquaredError
 
@@ -57,9 +55,7 @@ class AIMConfig(PaperConfig):
     attention: Literal["prefix", "causal"] = "prefix"
     """Attention in pre-training (table 3d). `prefix`: causal, but full within a prefix, whose
     length is drawn for each image, uniformly from 1 to all patches but one."""
-    order: Annotated[
-        str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
-    ] = "raster"
+    order: Order = "raster"
     """Order of the patches, the same for all images (table 3b): `raster`, `random` (drawn once per
     run), or the raster index of the patch at each position, as a list or a `.npy` file."""
     normalize_targets: bool = True

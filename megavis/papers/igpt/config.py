@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megavis.config.schema import ConfigIssue, Positive, RunConfig
 from megavis.config.section import AtLeast0
 from megavis.grammar.grammar import Grammar
-from megavis.grammar.order import read_order
+from megavis.grammar.order import Order
 from megavis.grammar.paper import PaperConfig, Renamed
 from megavis.grammar.words import Categorical, Colors, InitialWeights, Mask, Masked, OneByOne, Shift
 
@@ -41,9 +41,7 @@ class IGPTConfig(PaperConfig):
     logits_std: AtLeast0 = 0.0
     """Initial standard deviation of the projection to logits. The paper found small gains from 0
     (appendix A.1)."""
-    order: Annotated[
-        str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
-    ] = "raster"
+    order: Order = "raster"
     """Autoregressive order π of the pixels, the same for all images: `raster`, `nested_raster`,
     `round_robin`, `random` (drawn once per run), or a `.npy` file with the raster index of the
     pixel at each position, whose content is copied into the run's config."""

@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megavis.config.schema import ConfigIssue, RunConfig
 from megavis.config.section import Portion
 from megavis.grammar.class_ids import ClassIdsConfig
 from megavis.grammar.grammar import Grammar
-from megavis.grammar.order import read_order
+from megavis.grammar.order import Order
 from megavis.grammar.paper import Renamed
 from megavis.grammar.words import (
     Categorical,
@@ -55,9 +55,7 @@ class RARConfig(ClassIdsConfig):
     """Start and end of annealing, as fractions of the training: all orders are random up to the
     start and none from the end on; in between, their share r falls linearly (equation 5). The paper
     uses epochs 200 and 300 of 400; [0, 0] has no random orders and [1, 1] only those (table 2)."""
-    order: Annotated[
-        str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
-    ] = "raster"
+    order: Order = "raster"
     """Order after annealing (table 3): `raster`, or the raster index of the token at each position,
     as a list or a `.npy` file."""
     class_token: bool = True
