@@ -197,7 +197,7 @@ def _(word: words.Context, grammar: Grammar, run: RunConfig, grid: Grid) -> Sche
         grid[0] * grid[1],
         mask_ratio=word.mask_ratio,
         hidden=None if word.shape == "tokens" else _hidden_tokens(word, grid),
-        placed_ratio=grammar.asks.placed_share,
+        placed_ratio=grammar.asks.given_ratio if grammar.asks.kind == "in_context" else 0.0,
         asks_context=grammar.asks.predicts_context,
         seed=run.seed,
     )
@@ -490,7 +490,8 @@ def build_part(
         return reads.embedding(core)
     if role in ("positions", "asked_positions"):
         fill = normal(deviation(weights.positions, core.model))
-        kind, zeroes = grammar.positions, grammar.asks.zeroes_start
+        kind, asks = grammar.positions, grammar.asks
+        zeroes = isinstance(asks, words.Shift | words.Instruct) and asks.zero_start
         return grid_positions(core, kind, reads.grid, fill=fill, zeroes_start=zeroes)
     assert role != "encoder", "the condition builds its encoder"
     spread = weights.positions if role in ("front_position", "row_vectors") else weights.tokens

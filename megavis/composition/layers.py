@@ -217,13 +217,14 @@ class Layers(Backbone):
         conditional = self.condition.part(role, self.core)
         if conditional is not None:
             return conditional
-        front, decays = self.asks.num_front, self.grammar.asks.learned_tokens_decay
+        front, asks = self.asks.num_front, self.grammar.asks
         counts: dict[Role, int] = {"front": front, "row_vectors": self.num_row_vectors}
         counts |= {"front_position": front} if self.grammar.places_front else {}
         built = build_part(role, self.grammar, self.core, self.reads, counts)
         # MAE's code decays the class token in pre-training; in fine-tuning, its `no_weight_decay`
         # exempts it.
-        if role == "front" and decays and self.config.finetune is None:
+        decays = asks.kind == "visible" and asks.tokens_decay and self.config.finetune is None
+        if role == "front" and decays:
             assert isinstance(built, nn.Parameter)
             set_decay(built, "always")
         return built

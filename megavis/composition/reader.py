@@ -125,6 +125,7 @@ class SecondStack:
             drop_path=0.0,
         )
         self.below, self.grammar, self.grid = below, grammar, grid
+        self.tokens_decay = grammar.asks.tokens_decay
 
     def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:
         """Return bridge and blocks, below a head with `num_outputs` outputs per token."""
@@ -142,7 +143,7 @@ class MaskTokens(Bridge):
         grammar, width, fill = stack.grammar, stack.core.model.hidden_size, normal(0.02)
         self.num_front = grammar.num_front
         self.mask = filled(width, fill=fill)
-        if grammar.asks.learned_tokens_decay:
+        if stack.tokens_decay:
             set_decay(self.mask, "always")
         self.positions = grid_positions(stack.core, grammar.positions, stack.grid, fill=fill)
         self.front_position: nn.Parameter | None = None

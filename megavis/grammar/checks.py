@@ -149,17 +149,16 @@ def _check_density(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
 def _check_decoder(grammar: Grammar, run: RunConfig) -> Faults:
     """Check the width and the positions of a decoder in the head."""
     density, tensor = grammar.density, run.parallel.tensor_model_parallel_size
-    if not isinstance(density, SquaredError | Diffusion):
-        return
-    if grammar.asks.kind == "visible" and density.has_decoder:
-        yield _two_decoders(density)
-        return
     if isinstance(density, Diffusion):
         yield from _check_denoiser(density, run)
     if not isinstance(density, SquaredError):
         return
+    has_decoder = density.decoder != "linear"
+    if grammar.asks.kind == "visible" and has_decoder:
+        yield _two_decoders(density)
+        return
     width, unit = density.decoder_width, 2 if grammar.predicted.grid(run.data)[0] == 1 else 4
-    if not density.has_decoder:
+    if not has_decoder:
         mlp = "" if grammar.asks.kind == "visible" else ", or {density.decoder} to mlp"
         if width is not None:
             text = f"{width} is the width of an mlp decoder, not of a linear one"
@@ -176,12 +175,12 @@ def _check_decoder(grammar: Grammar, run: RunConfig) -> Faults:
         yield Fault("density.decoder_positions", f"{text} {unit}", "set it to false")
 
 
-def _two_decoders(density: SquaredError | Diffusion) -> Fault:
+def _two_decoders(density: SquaredError) -> Fault:
     text = f"{density.decoder} cannot follow the decoder blocks of asks visible"
     remedy = "set it to linear"
     if density.decoder_width is not None:
         remedy += " and {density.decoder_width} to null"
-    if isinstance(density, SquaredError) and density.decoder_positions:
+    if density.decoder_positions:
         remedy += " and {density.decoder_positions} to false"
     return Fault("density.decoder", text, remedy)
 
@@ -270,12 +269,12 @@ def _check_condition(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
 def _check_modulation(grammar: Grammar) -> Faults:
     """Check that there is only one stack, and that row numbers are the same in generation."""
     condition, asks, key = grammar.condition, grammar.asks.kind, "condition.modulation"
-    if not isinstance(condition, Labels) or not condition.modulates:
+    if not isinstance(condition, Labels) or condition.modulation == "none":
         return
     if asks == "visible":
         text = f"{condition.modulation} does not reach the decoder of asks visible"
         yield Fault(key, text, "set it to none")
-    elif condition.has_row_vectors and asks not in ("shift", "mask", "in_context"):
+    elif condition.modulation == "class_and_row" and asks not in ("shift", "mask", "in_context"):
         text = f"rows of asks {asks} are numbered differently in generation and in training"
         yield Fault(key, text, "set it to none" if grammar.memory else "set it to class or none")
     elif grammar.memory is not None:
@@ -348,8 +347,11 @@ def _check_transform(grammar: Grammar) -> Faults:
         text = "adapter needs latents that are both read and predicted"
         yield Fault("transform", text, _WITHOUT_TRANSFORM)
         return
-    shifts = grammar.schedule.is_in_raster and grammar.asks.adds_asked_place
-    masks = grammar.asks.kind == "mask" and not grammar.schedule.differs_by_image
+    asks, schedule = grammar.asks, grammar.schedule
+    in_raster = schedule.kind == "one_by_one" and schedule.order == "raster"
+    shifts = asks.kind == "shift" and asks.place == "asked" and in_raster
+    shifts = shifts and not schedule.differs_by_image
+    masks = asks.kind == "mask" and not schedule.differs_by_image
     if not (grammar.density.has_likelihood and (shifts or masks)):
         text = "adapter needs schedule one_by_one in raster order and asks of kind shift with place"
         text = f"{text} asked, or asks of kind mask without an order, and a density of Gaussians"

@@ -18,7 +18,11 @@ from megavis.grammar.words import (
     AnyTokens,
     EncodedImage,
     InitialWeights,
+    Labels,
+    Rounds,
     Rows,
+    SquaredError,
+    Visible,
 )
 
 
@@ -70,17 +74,18 @@ class Grammar(Words):
 
     @property
     def places_front(self) -> bool:
-        """Whether each row in front has a learned position of its own."""
-        return self.num_front > 0 and self.condition is not None and self.condition.places_front
+        """Whether each row in front has a learned position of its own, as several have."""
+        return isinstance(self.condition, Labels) and self.num_front > 1
 
     @property
     def is_modulated(self) -> bool:
         """Whether a condition modulates norms and branches of the blocks."""
-        return self.condition is not None and self.condition.modulates
+        return isinstance(self.condition, Labels) and self.condition.modulation != "none"
 
     def num_row_vectors(self, count: int) -> int:
         """Return the rows of `count` tokens with vectors that modulate too; 0 without these."""
-        if self.condition is None or not self.condition.has_row_vectors:
+        condition = self.condition
+        if not isinstance(condition, Labels) or condition.modulation != "class_and_row":
             return 0
         kinds = (self.rows(count, for_features=each) for each in (False, True))
         return max(rows.blocks for rows in kinds)
@@ -89,13 +94,14 @@ class Grammar(Words):
     def num_further_blocks(self) -> int:
         """Blocks of the memory's encoder, and of a decoder."""
         encoder = self.memory.num_layers if self.memory else 0
-        return encoder + self.asks.num_decoder_blocks
+        decoder = self.asks.decoder.num_layers if isinstance(self.asks, Visible) else 0
+        return encoder + decoder
 
     @property
     def null_label_key(self) -> str | None:
         """Key that adds an input for "no class"; None if there is one, or no class."""
-        has_none = self.condition is not None and self.condition.lacks_null_label
-        return "condition.dropout" if has_none else None
+        lacks_one = isinstance(self.condition, Labels) and not self.condition.dropout
+        return "condition.dropout" if lacks_one else None
 
     @property
     def is_likelihood(self) -> bool:
@@ -131,11 +137,12 @@ class Grammar(Words):
         if not self.asks.any_order:
             text = "rows of one stream cannot predict tokens in any order"
             return Fault("asks.streams", text, "set it to two")
-        if schedule.needs_likelihood and not density.has_likelihood:
+        by_confidence = isinstance(schedule, Rounds) and schedule.chosen == "confidence"
+        if by_confidence and not density.has_likelihood:
             text = f"rounds keeps the most likely tokens, and {density.kind} has no likelihoods"
             remedy = "set it to gaussian_mixture, or {schedule.chosen} to order"
             return Fault("density.kind", text, remedy)
-        if density.loses_statistics:
+        if isinstance(density, SquaredError) and density.normalize:
             text = "patches that are predicted normalised lack brightness and contrast"
             return Fault("density.normalize", text, "set it to false")
         return None

@@ -130,7 +130,7 @@ def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
         texts += ["a prefix needs an order that is the same for all images"]
         changes += ["order} to raster" if schedule.anneal is None else "anneal} to null"]
         changes = [f"{{schedule.{each}" for each in changes]
-    if asks.kind != "shift" or not asks.holds_place:
+    if asks.kind != "shift" or asks.place != "content":
         texts += ["a prefix needs asks of kind shift with place content"]
         changes += [] if asks.kind == "shift" else ["{asks.kind} to shift"]
         changes += ["{asks.place} to content"]
@@ -197,7 +197,7 @@ def _remedy_without_start(asks: Shift, grammar: Grammar, run: RunConfig) -> str:
         return remedy
     if grammar.condition is not None and grammar.condition.kind != "labels":
         return remedy
-    place = "" if asks.holds_place else " and {asks.place} to content"
+    place = "" if asks.place == "content" else " and {asks.place} to content"
     return f"{remedy}, or {{schedule.prefix}} to 1{place}"
 
 
@@ -248,7 +248,7 @@ def _check_zero_start(asks: Shift | Instruct, grammar: Grammar) -> Faults:
     text = ""
     if grammar.positions not in ROTARY:
         text = f"positions of kind {grammar.positions} do not rotate queries and keys"
-    elif isinstance(asks, Shift) and not (asks.start and asks.holds_place):
+    elif isinstance(asks, Shift) and not (asks.start and asks.place == "content"):
         text = "true needs a start token with a place of its own: {asks.start} true and"
         text += " {asks.place} content"
     if text:

@@ -46,21 +46,6 @@ class AskWord(Section):
         return False
 
     @property
-    def placed_share(self) -> float:
-        """Share of the tokens whose positions are given."""
-        return 0.0
-
-    @property
-    def holds_place(self) -> bool:
-        """Whether a row adds the position of the token that it holds, and no other."""
-        return False
-
-    @property
-    def adds_asked_place(self) -> bool:
-        """Whether a row adds the position of the token that it predicts, and no other."""
-        return False
-
-    @property
     def has_start(self) -> bool:
         """Whether rows begin with a start token, in whose place a class can stand."""
         return False
@@ -68,21 +53,6 @@ class AskWord(Section):
     @property
     def first_asked(self) -> int:
         """First position that a row can predict."""
-        return 0
-
-    @property
-    def zeroes_start(self) -> bool:
-        """Whether the start token's queries and keys are zeros, in place of a rotation."""
-        return False
-
-    @property
-    def learned_tokens_decay(self) -> bool:
-        """Whether weight decay is applied to learned tokens in pre-training."""
-        return False
-
-    @property
-    def num_decoder_blocks(self) -> int:
-        """Blocks of a second stack."""
         return 0
 
     def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
@@ -119,11 +89,6 @@ class Shift(AskWord):
     and of a sink, instead of rotating them, as in LlamaGen's released code."""
 
     @property
-    def zeroes_start(self) -> bool:
-        """As configured."""
-        return self.zero_start
-
-    @property
     def has_start(self) -> bool:
         """As configured."""
         return self.start
@@ -132,16 +97,6 @@ class Shift(AskWord):
     def first_asked(self) -> int:
         """The second position without a start token."""
         return 0 if self.start else 1
-
-    @property
-    def holds_place(self) -> bool:
-        """Whether the place is the content's."""
-        return self.place == "content"
-
-    @property
-    def adds_asked_place(self) -> bool:
-        """Whether the place is the asked one."""
-        return self.place == "asked"
 
     def feature_rows(self, front: int, count: int) -> Rows:
         """Return the tokens, after the start token where it has a row of its own."""
@@ -222,11 +177,6 @@ class Instruct(AskWord):
     rotating them: every row attends to it with a score of 0."""
 
     @property
-    def zeroes_start(self) -> bool:
-        """As configured."""
-        return self.zero_start
-
-    @property
     def has_start(self) -> bool:
         """Always, so that there are two rows per token."""
         return True
@@ -255,11 +205,6 @@ class InContext(AskWord):
     given_ratio: Fraction = 0.0
     """Share of the tokens, within the context, whose positions are given, as `model.positions`."""
 
-    @property
-    def placed_share(self) -> float:
-        """The given ratio."""
-        return self.given_ratio
-
 
 class DecoderConfig(Section):
     """Blocks on top of an encoder; `model` has all other sizes."""
@@ -285,16 +230,6 @@ class Visible(AskWord):
     """The decoder."""
     tokens_decay: bool = False
     """Apply weight decay to mask token and learned front tokens in pre-training."""
-
-    @property
-    def learned_tokens_decay(self) -> bool:
-        """As configured."""
-        return self.tokens_decay
-
-    @property
-    def num_decoder_blocks(self) -> int:
-        """Blocks of the decoder."""
-        return self.decoder.num_layers
 
     def rows(self, schedule: ScheduleWord, front: int, count: int) -> Rows:
         """Return the rows of the encoder, and of the decoder, which reach the head."""

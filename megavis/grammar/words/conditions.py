@@ -18,26 +18,6 @@ class ConditionWord(Section):
         """Rows in front of all others, if the asking kind has any."""
         return 1
 
-    @property
-    def places_front(self) -> bool:
-        """Whether each row in front has a learned position of its own."""
-        return False
-
-    @property
-    def lacks_null_label(self) -> bool:
-        """Whether there is a class, and no input for "no class"."""
-        return False
-
-    @property
-    def modulates(self) -> bool:
-        """Whether it modulates norms and branches of the blocks, and the last norm."""
-        return False
-
-    @property
-    def has_row_vectors(self) -> bool:
-        """Whether each row has a learned vector that modulates too."""
-        return False
-
 
 class LearnedTokens(ConditionWord):
     """Learned tokens in front, such as a class token."""
@@ -73,26 +53,6 @@ class Labels(ConditionWord):
     def num_front(self) -> int:
         """As configured."""
         return self.count
-
-    @property
-    def places_front(self) -> bool:
-        """Whether there are several rows."""
-        return self.count > 1
-
-    @property
-    def modulates(self) -> bool:
-        """As configured."""
-        return self.modulation != "none"
-
-    @property
-    def has_row_vectors(self) -> bool:
-        """As configured."""
-        return self.modulation == "class_and_row"
-
-    @property
-    def lacks_null_label(self) -> bool:
-        """Whether the null label is never trained."""
-        return not self.dropout
 
 
 class PooledFeatures(ConditionWord):

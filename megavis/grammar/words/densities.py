@@ -20,16 +20,6 @@ class DensityWord(Section):
     """Whether the head reads noisy tokens."""
 
     @property
-    def loses_statistics(self) -> bool:
-        """Whether predicted tokens lack mean and standard deviation."""
-        return False
-
-    @property
-    def has_decoder(self) -> bool:
-        """Whether the head has layers before its last matrix."""
-        return False
-
-    @property
     def reads_places(self) -> bool:
         """Whether the head reads the places of its rows."""
         return False
@@ -67,19 +57,9 @@ class SquaredError(DensityWord):
     """Add the sin-cos position of each row before an `mlp` decoder."""
 
     @property
-    def loses_statistics(self) -> bool:
-        """Whether targets are standardised."""
-        return self.normalize
-
-    @property
     def reads_places(self) -> bool:
         """As configured."""
         return self.decoder_positions
-
-    @property
-    def has_decoder(self) -> bool:
-        """Whether the decoder is more than a matrix."""
-        return self.decoder != "linear"
 
 
 class GaussianMixture(DensityWord):

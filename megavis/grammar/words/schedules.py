@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megavis.config.schema import Fraction, NonNegative, Positive
 from megavis.config.section import Above0, LossAverage, Portion, Section
 from megavis.grammar.boundaries import Cut, MaskShape, boundary_range, context_size
-from megavis.grammar.order import read_order
+from megavis.grammar.order import Order
 
 
 class ScheduleWord(Section):
@@ -53,19 +53,9 @@ class ScheduleWord(Section):
         return False
 
     @property
-    def needs_likelihood(self) -> bool:
-        """Whether generation depends on the likelihood of sampled tokens."""
-        return False
-
-    @property
     def hidden_share(self) -> float:
         """Share of the tokens outside of a context."""
         return 0.0
-
-    @property
-    def is_in_raster(self) -> bool:
-        """Whether it predicts one token at a time in raster order."""
-        return False
 
     def is_one_by_one(self, count: int) -> bool:
         """Return whether each of `count` tokens is a group of its own, in a fixed cut."""
@@ -93,9 +83,7 @@ class OneByOne(ScheduleWord):
     is_sequential: ClassVar[bool] = True
 
     kind: Literal["one_by_one"] = "one_by_one"
-    order: Annotated[
-        str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
-    ] = "raster"
+    order: Order = "raster"
     """Order of the tokens: `raster`, `nested_raster`, `round_robin`, `random`, or the raster index
     of the token at each position, as a list or a `.npy` file, whose content is copied into the
     run's config."""
@@ -126,11 +114,6 @@ class OneByOne(ScheduleWord):
     def differs_by_image(self) -> bool:
         """Whether each image has its own order, at least at first."""
         return self.anneal is not None or (self.order == "random" and self.drawn == "image")
-
-    @property
-    def is_in_raster(self) -> bool:
-        """Whether it predicts one token at a time in raster order."""
-        return self.order == "raster" and self.anneal is None
 
     @property
     def needs_seed(self) -> bool:
@@ -194,11 +177,6 @@ class Rounds(ScheduleWord):
     def draws_shown(self) -> bool:
         """True: by the hidden share."""
         return True
-
-    @property
-    def needs_likelihood(self) -> bool:
-        """Whether tokens are kept by confidence."""
-        return self.chosen == "confidence"
 
     def shown(self, count: int) -> tuple[int, int]:
         """Return 0, and what the smallest hidden share leaves."""
