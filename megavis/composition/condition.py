@@ -161,7 +161,8 @@ class Labels(Condition):
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
         self.roles: tuple[Role, ...] = (role,)
         self.deviation, self.key = deviation, key
-        self.given_text = f"the class, but for the {dropout:.0%} that training drops"
+        self.given_text = "the class"
+        self.given_text += f", but for the {dropout:.0%} that training drops" if dropout else ""
         self.has_null_label = dropout > 0
         self.num_rows = num_classes + int(self.has_null_label)
         self.null_row = self.num_rows - 1

@@ -287,6 +287,16 @@ def test_place_density_reports_accuracy(build_composition):
         Places.of(other)
 
 
+def test_likelihoods_say_what_they_are_given(build_composition):
+    for dropout, text in (
+        (0.25, "the class, but for the 25% that training drops"),
+        (0, "the class"),
+    ):
+        classes = CLASSES.replace("3}", f"3, dropout: {dropout}}}")
+        objective, _ = build_composition(PATCHES, ONE_BY_ONE, SHIFT, MIXTURE, classes)
+        assert objective.condition.given_text == text
+
+
 @pytest.mark.parametrize("modulation", ["none", "class", "class_and_row"])
 def test_figures_of_places_are_of_no_class(build_composition, modulation):
     classes = CLASSES.replace("3}", f"3, modulation: {modulation}}}")
