@@ -14,6 +14,7 @@ Legend: b images, H and W pixels.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
@@ -37,6 +38,7 @@ from megavis.model.autoencoder_losses import (
 )
 from megavis.model.parameters import ParamGroupOptions
 from megavis.model.stack import LayerPlan
+from megavis.parallel.random import normal
 from megavis.tokenizers.network_tokenizer import to_images
 
 State = tuple[Tensor, ...]
@@ -165,6 +167,21 @@ class AutoencoderObjective(Backbone):
         with torch.device("meta"), torch.no_grad(), counter:
             self.plain_network(torch.empty(1, 3, size, size))
         return 3.0 * counter.get_total_flops()
+
+
+def posterior_noise(
+    inputs: Tensor, shape: tuple[int, ...], sample_index: Tensor | None, seed: int
+) -> Tensor:
+    """Draw the noise of a Gaussian bottleneck, float32 `[b, *shape]`, on the device of `inputs`.
+
+    It is a function of seed and sample, int64 `[b]`; without samples it is zero, which decodes the
+    posterior's mean.
+    """
+    if sample_index is None:
+        return torch.zeros(len(inputs), *shape, device=inputs.device)
+    index = sample_index.to(inputs.device)
+    draws = normal(index, math.prod(shape), seed=seed, purpose="posterior")
+    return draws.unflatten(1, shape)
 
 
 class DiscriminatorLayer(nn.Module):

@@ -33,17 +33,15 @@ from megavis.composition.reader import Reader, SecondStack
 from megavis.composition.tokens import Tokens
 from megavis.composition.trainable import Backbone, Likelihood
 from megavis.config.schema import RunConfig
-from megavis.config.section import PositionKind
 from megavis.densities.density import Density
 from megavis.grammar.paper import PaperConfig
 from megavis.model.core import BLOCKS, MEMORY, Core, StackSpec
 from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.flops import Workload
-from megavis.model.heads import Head
 from megavis.model.modulation import MODULATION
 from megavis.model.parameters import set_decay
 from megavis.model.positions import PLACES, carried_names
-from megavis.model.stack import LayerPlan, block_plans, model_flops, stacks_of
+from megavis.model.stack import LayerPlan, block_plans, stacks_of
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.schedule import Schedule
@@ -72,7 +70,7 @@ class Layers(Backbone):
             build_initialization(self.grammar.weights, config.model),
             carried_names=(*names, SAMPLES) if config.drop_path else names,
             drop_path=config.drop_path,
-            relative_grid=self.reads.grid if self.position_kind == "relative_2d" else None,
+            relative_grid=self.reads.grid if self.grammar.positions == "relative_2d" else None,
         )
         self.core = Core.create(config, context.megatron_groups(), stack)
 
@@ -175,11 +173,6 @@ class Layers(Backbone):
     # What follows from them: the first layer, and all layers.
 
     @property
-    def position_kind(self) -> PositionKind:
-        """Position encoding: the config's, or the paper's default."""
-        return self.grammar.positions
-
-    @property
     def carried_names(self) -> tuple[str, ...]:
         """Names of the tensors that are carried with the hidden states, in order.
 
@@ -192,7 +185,7 @@ class Layers(Backbone):
         return (
             *self.asks.extra_tensors,
             *((TRANSFORMED,) if self.has_transform else ()),
-            *carried_names(self.position_kind),
+            *carried_names(self.grammar.positions),
             *((PLACES,) if carries_places else ()),
             *self.extra_tensors,
             *((MODULATION,) if self.grammar.is_modulated else ()),
@@ -240,10 +233,6 @@ class Layers(Backbone):
             extras=self.extra_tensors,
         )
 
-    def build_head(self) -> Head:
-        """Build the last layer, from a `PackedState` of `[s, b, h]` to one or more predictions."""
-        return self.density.build_head()
-
     def workload(self) -> Workload:
         """Return the workload of the blocks for one training image."""
         # Any sample will do: the bounds of an arrangement, and so the work, are the same for all.
@@ -259,10 +248,6 @@ class Layers(Backbone):
             is_modulated=self.grammar.is_modulated,
         )
 
-    def flops_per_image(self) -> float:
-        """Return the FLOPs of a training step for one image, summed over the layers."""
-        return model_flops(self.layer_plans())
-
     def layer_plans(self) -> list[LayerPlan]:
         """Return the model: embedding, encoder if there is one, blocks, head."""
         seed, core, work = self.config.seed, self.core, self.workload()
@@ -276,7 +261,7 @@ class Layers(Backbone):
         num_read, decoder = stacks_of(plans)[-1].work.num_read, self.density.decoder
         head = LayerPlan(
             "head",
-            self.build_head,
+            self.density.build_head,
             seed,
             depth=len(plans),
             inner=decoder.stack(num_read),

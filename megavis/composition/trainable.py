@@ -23,7 +23,7 @@ from megavis.config.finetune_checks import NO_NULL_LABEL
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.loader import Batch
-from megavis.model.stack import LayerPlan, matrix_share
+from megavis.model.stack import LayerPlan, matrix_share, model_flops
 from megavis.parallel.context import ParallelContext
 from megavis.tokenizers.network_tokenizer import FrozenEncoder
 
@@ -62,9 +62,9 @@ class Trainable(ABC):
     def check_features(self) -> None:  # noqa: B027 - most models have them
         """Raise UserError, with the reason, if no features of whole images can be computed."""
 
-    @abstractmethod
     def flops_per_image(self) -> float:
-        """Return the FLOPs of a training step for one image."""
+        """Return the FLOPs of a training step for one image, by default summed over the layers."""
+        return model_flops(self.layer_plans())
 
     @property
     def counts_whole_step(self) -> bool:

@@ -365,8 +365,8 @@ def _vit_of(run: Run) -> Model:
     if not (sizes.add_bias and sizes.has_biased_attention):
         raise UserError("a ViT has biases; model.add_bias or attention_bias is false")
     _check_norms(model)
-    if model.position_kind not in _ADDED:
-        raise UserError(f"a ViT adds its positions; model.positions is {model.position_kind}")
+    if model.grammar.positions not in _ADDED:
+        raise UserError(f"a ViT adds its positions; model.positions is {model.grammar.positions}")
     if model.has_transform or "encoder" in model.condition.roles:
         raise UserError("a ViT has neither an adapter nor an encoder")
     sees_all = model.core.visibility_kind in ("full", "context")

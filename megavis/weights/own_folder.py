@@ -162,7 +162,7 @@ class PlainForm:
             raise UserError("its attention normalises queries and keys")
         if model.schedule.has_random_features:
             raise UserError("its features hide tokens that are drawn")
-        if model.position_kind == "relative_2d":
+        if model.grammar.positions == "relative_2d":
             raise UserError("its attention has relative positions")
         if isinstance(model.condition, PooledFeatures):
             raise UserError("its model reads a condition besides the tokens")

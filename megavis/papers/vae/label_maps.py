@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavis.composition.autoencoder import posterior_noise
 from megavis.composition.encoded_image import images_and_targets
 from megavis.composition.encoded_tokens import painted_maps
 from megavis.composition.trainable import Backbone, SequenceBatch, SumAndCount
@@ -40,10 +41,9 @@ from megavis.model.parameters import (
     xavier_uniform,
     zeros,
 )
-from megavis.model.stack import LayerPlan, block_plans, model_flops
+from megavis.model.stack import LayerPlan, block_plans
 from megavis.papers.vae.config import LabelMapVAEConfig
 from megavis.parallel.context import ParallelContext
-from megavis.parallel.random import normal as normal_draws
 from megavis.tokenizers.label_map_vae import (
     LabelChannels,
     LabelMapBottleneck,
@@ -130,10 +130,6 @@ class LabelMapVAEObjective(Backbone):
             ),
         ]
 
-    def flops_per_image(self) -> float:
-        """Return the FLOPs of a training step per map."""
-        return model_flops(self.layer_plans())
-
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Return labels and noise as inputs, labels as targets."""
         inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
@@ -153,14 +149,7 @@ class LabelMapVAEObjective(Backbone):
         labels = self.channels.labels(images_and_targets(inputs)[1])
         grid = self.shape.latent_grid
         shape = (self.paper.latent_channels, grid, grid)
-        if sample_index is None:
-            noise = torch.zeros(len(labels), *shape, device=labels.device)
-        else:
-            count = shape[0] * grid * grid
-            index = sample_index.to(labels.device)
-            draws = normal_draws(index, count, seed=self.config.seed, purpose="posterior")
-            noise = draws.unflatten(1, shape)
-        return labels, as_bits(noise)
+        return labels, as_bits(posterior_noise(labels, shape, sample_index, self.config.seed))
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return cross-entropy plus β times the KL divergence, in nats, averaged over maps."""

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.autoencoder import AutoencoderObjective, State
+from megavis.composition.autoencoder import AutoencoderObjective, State, posterior_noise
 from megavis.papers.vae.config import VAEConfig
-from megavis.parallel.random import normal
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import Posterior, VAENetwork
 
@@ -45,12 +44,7 @@ class VAEObjective(AutoencoderObjective):
         pixels = self.pixels_from(inputs)
         side = pixels.shape[-1] // self.paper.shape.downsampling
         shape = (self.paper.latent_channels, side, side)
-        if sample_index is None:
-            return pixels, pixels.new_zeros(len(pixels), *shape)
-        count = shape[0] * side * side
-        index = sample_index.to(pixels.device)
-        noise = normal(index, count, seed=self.config.seed, purpose="posterior")
-        return pixels, noise.unflatten(1, shape)
+        return pixels, posterior_noise(pixels, shape, sample_index, self.config.seed)
 
     def own_terms(self, between: State) -> Mapping[str, Tensor]:
         """Return the KL divergence of the posterior, given its mean and log-variance."""

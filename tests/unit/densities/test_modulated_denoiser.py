@@ -162,7 +162,7 @@ def test_initial_weights_predict_zero_and_do_not_decay(build):
     words = density(LEARNED, "decoder_positions: learned")
     objective, _ = build(LATENTS, ONE_BY_ONE, CONTENT, words)
     torch.manual_seed(0)
-    head = objective.build_head()
+    head = objective.density.build_head()
     noisy = with_gamma(normals(2, 3, VALUES), torch.full((2, 3, 1), 0.5))
     assert not head.decode(head.entry(normals(2, 3, 16)), noisy).any()
     zero = set()

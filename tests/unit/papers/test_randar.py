@@ -65,7 +65,7 @@ def test_first_loss_is_that_of_equal_logits(build_paper):
     loss = layers(sequence.inputs, sequence.targets)
     torch.testing.assert_close(loss, torch.tensor(12.0).log())
     assert isinstance(objective.asks, Instruct)
-    assert objective.position_kind == "rope_2d"
+    assert objective.grammar.positions == "rope_2d"
 
 
 def test_embedded_tokens_are_dropped(build_paper):
