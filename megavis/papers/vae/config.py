@@ -129,5 +129,10 @@ def _check_blocks(config: RunConfig) -> Iterator[ConfigIssue]:
             yield f"model.{key}", f"{getattr(model, key)} does not fit label maps; use {words}"
     if not (model.add_bias and model.has_biased_attention):
         yield "model.add_bias", "false does not fit label maps, whose VAE has biases; use true"
+    if model.qk_norm:
+        yield (
+            "model.qk_norm",
+            "true does not fit label maps, whose VAE has no such norms; use false",
+        )
     if model.drop_path:
         yield "model.drop_path", f"{model.drop_path} does not fit label maps; use 0"

@@ -203,7 +203,12 @@ def test_shards_are_checked(trained, capsys):
 
 def test_unsupported_model_keys_are_refused(tmp_path):
     path = write_label_map_config(tmp_path, "panoptic")
-    for word in ("model.activation=quick_gelu", "model.add_bias=false", "model.positions=sincos"):
+    for word in (
+        "model.activation=quick_gelu",
+        "model.add_bias=false",
+        "model.positions=sincos",
+        "model.qk_norm=true",
+    ):
         with pytest.raises(UserError, match="does not fit label maps"):
             load_config(path, [word])
 
