@@ -380,6 +380,7 @@ def _(word: words.SquaredError, head: HeadPlan) -> Density:
             head.width,
             word.decoder_layers,
             denoises=False,
+            num_outputs=head.width,
             hidden_size=word.decoder_width,
             grid=head.predicts.grid if word.decoder_positions else None,
         )

@@ -180,17 +180,11 @@ def add_classifier(head: Head, classifier: Classifier) -> Head:
     return head
 
 
-def watched(
-    factory: Callable[[], nn.Module], keep: Callable[[Tensor], None]
-) -> Callable[[], nn.Module]:
-    """Return a factory of the same layer that passes its features `[s, b, h]` to `keep`."""
-
-    def build() -> nn.Module:
-        layer = factory()
-        watch_features(layer, keep)
-        return layer
-
-    return build
+def _watched(factory: Callable[[], nn.Module], keep: Callable[[Tensor], None]) -> nn.Module:
+    """Build a layer that passes its features `[s, b, h]` to `keep`."""
+    layer = factory()
+    watch_features(layer, keep)
+    return layer
 
 
 class Classification(Finetuned):
@@ -251,7 +245,7 @@ class Classification(Finetuned):
             plan = below[place]
             below[place] = dataclasses.replace(
                 plan,
-                factory=watched(plan.factory, kept.append),
+                factory=partial(_watched, plan.factory, kept.append),
                 variant=(*plan.variant, "read"),
             )
         build = partial(self._build_head, top.factory, kept)

@@ -108,7 +108,7 @@ class Tokens(ABC):
         """Yield a message for each reason why shards do not suit paper `name`."""
 
     @abstractmethod
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+    def embedding(self, core: Core) -> nn.Module:
         """Build the embedding of tokens `[b, c, ...]` as `[b, c, h]`."""
 
     @abstractmethod
@@ -158,9 +158,9 @@ class Vocabulary(Tokens):
                 f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
             )
 
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+    def embedding(self, core: Core) -> nn.Module:
         """Build an embedding table, split over the tensor group."""
-        return token_embedding(core, self.vocabulary_size, fill or normal(0.02))
+        return token_embedding(core, self.vocabulary_size, normal(0.02))
 
     def blank(self, images: Tensor) -> Tensor:
         """Return zeros int64 `[b, n]`."""
@@ -182,9 +182,9 @@ class Vectors(Tokens):
         """All values."""
         return self.width
 
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+    def embedding(self, core: Core, fill: Fill = xavier_uniform) -> nn.Module:
         """Build a linear map."""
-        return ReplicatedLinear(self.width, core.megatron.hidden_size, fill or xavier_uniform)
+        return ReplicatedLinear(self.width, core.megatron.hidden_size, fill)
 
     def blank(self, images: Tensor) -> Tensor:
         """Return zeros `[b, n, d]`."""
@@ -259,11 +259,11 @@ class Patches(Vectors):
         self.image_size, self.patch_size, self.grid = image_size, patch_size, (side, side)
         self.width, self.sample_shape = 3 * patch_size**2, (image_size, image_size, 3)
 
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+    def embedding(self, core: Core, fill: Fill = xavier_uniform) -> nn.Module:
         """Build a linear map, with a norm after it if configured."""
         if not self.embedding_norm:
             return super().embedding(core, fill)
-        return NormedLinear(core, self.width, fill or xavier_uniform)
+        return NormedLinear(core, self.width, fill)
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
         """Return patches float32 `[b, n, d]` of uint8 `[b, H, W, 3]`, or raise UserError."""

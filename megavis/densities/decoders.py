@@ -48,6 +48,7 @@ class DecoderSpec:
 
     Attributes:
         denoises: whether the decoder takes noisy patches.
+        num_outputs: values predicted for a patch.
         appends_gamma: whether γ is appended to each pixel as an extra channel.
         channels: values of a patch per pixel.
         hidden_size: width of its layers, entered through a linear map; None: the backbone's. For
@@ -55,7 +56,6 @@ class DecoderSpec:
         grid: rows and columns of the tokens whose positions are added; None: none are.
         learns_positions: positions are learned and added to the backbone's output; else they are
             sin-cos and added before the first layer.
-        num_outputs: values predicted for a patch; 0: `width`.
         noise: noise levels, for `modulated_mlp`.
         num_noises: noisy patches of each position in training.
     """
@@ -64,12 +64,12 @@ class DecoderSpec:
     width: int
     layers: int
     denoises: bool
+    num_outputs: int
     appends_gamma: bool = False
     channels: int = 3
     hidden_size: int | None = None
     grid: tuple[int, int] | None = None
     learns_positions: bool = False
-    num_outputs: int = 0
     noise: NoiseSpec | None = None
     num_noises: int = 1
 
@@ -83,11 +83,6 @@ class DecoderSpec:
         """Values of a noisy patch, including γ; 0 without noisy patches."""
         return self.denoises * (self.width + self.appends_gamma * self.width // self.channels)
 
-    @property
-    def outputs(self) -> int:
-        """Values predicted for a patch."""
-        return self.num_outputs or self.width
-
     def entry_size(self, core: Core) -> int | None:
         """Return the width that a linear map gives to the output; None without a map."""
         if self.kind == "modulated_mlp":
@@ -100,7 +95,7 @@ class DecoderSpec:
         inner, count = entry or width, self.num_noises
         embedding = 2.0 * count * self.noisy_width * inner
         # The final linear layer, of which one product with the backbone's width is counted already.
-        wider = 2.0 * (count * inner - width) * self.outputs
+        wider = 2.0 * (count * inner - width) * self.num_outputs
         mapped = 0.0 if entry is None else 2.0 * width * entry
         if self.kind == "transformer":
             return DecoderWork(embedding + wider, core_of_decoder(core, self.num_layers), count)
@@ -148,10 +143,10 @@ class PatchHead(Head):
             assert self.noisy is not None
             for parameter in (*self.entry.parameters(), *self.noisy.parameters()):
                 set_decay(parameter, "never")
-            return ModulatedDecoder(width, decoder.num_layers, decoder.outputs, decoder.noise)
+            return ModulatedDecoder(width, decoder.num_layers, decoder.num_outputs, decoder.noise)
         inner = core_of_decoder(self.core, decoder.num_layers, decoder.hidden_size)
         network = PairDecoder if decoder.kind == "transformer" else SumDecoder
-        return network(inner, decoder.num_layers, decoder.outputs)
+        return network(inner, decoder.num_layers, decoder.num_outputs)
 
     def forward(self, state: PackedState) -> Tensor:
         """Map `[s, b, h]`, with noisy patches if they are carried, to `[b, s - num_skipped, o]`.
