@@ -212,8 +212,9 @@ def build_asking(word: words.AskWord, grammar: Grammar) -> asking.Asking:
 @build_asking.register
 def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
     schedule = grammar.schedule
+    is_drawn = schedule.kind == "one_by_one" and schedule.prefix == "drawn"
     # A prefix of the first row alone is causal.
-    by_groups = schedule.draws_given or schedule.num_given > word.first_asked
+    by_groups = is_drawn or schedule.num_given > word.first_asked
     return asking.Shift(word.place, starts=word.start, sink=word.sink, by_groups=by_groups)
 
 
@@ -237,7 +238,7 @@ def _(word: words.InContext, grammar: Grammar) -> asking.Asking:
 def _(word: words.Visible, grammar: Grammar) -> asking.Asking:
     return asking.Visible(
         num_front=grammar.num_front,
-        hides=grammar.schedule.draws_shown,
+        hides=grammar.schedule.kind == "rounds",
         places_front=grammar.places_front,
     )
 

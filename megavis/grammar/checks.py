@@ -249,7 +249,7 @@ def _check_condition(grammar: Grammar, run: RunConfig, tries: bool) -> Faults:
             f"{condition.count} rows cannot stand in place of the start token of asks {asks.kind}"
         )
         yield Fault("condition.count", text, "set it to 1")
-    if condition.kind == "labels" and not (asks.has_front or asks.has_start):
+    if condition.kind == "labels" and asks.kind == "shift" and not asks.start:
         text = "labels stands in place of the start token, which asks.start false leaves out"
         yield Fault("condition.kind", text, f"{_WITHOUT_CONDITION}, or {{asks.start}} to true")
     yield from _check_modulation(grammar)
@@ -432,7 +432,7 @@ def _check_rows(grammar: Grammar, run: RunConfig) -> Faults:
         what = f"{rows.blocks} rows of the encoder and {rows.decoder} of the decoder"
     elif rows.head < rows.blocks:
         what = f"{rows.blocks} rows, {rows.head} of them queries,"
-    share = "least_masking" if grammar.schedule.draws_shown else "mask_ratio"
+    share = "least_masking" if grammar.schedule.kind == "rounds" else "mask_ratio"
     changes: tuple[str, ...] = (f"schedule.{share}",) if rows.decoder else ()
     has_count = isinstance(grammar.condition, LearnedTokens) or grammar.places_front
     if has_count:

@@ -19,6 +19,7 @@ from megavis.grammar.words import (
     EncodedImage,
     InitialWeights,
     Labels,
+    Query,
     Rounds,
     Rows,
     SquaredError,
@@ -134,7 +135,7 @@ class Grammar(Words):
             return Fault("condition", text, "set it to null")
         if reads == "frames":
             return Fault("reads.kind", "frames of a spectrogram cannot be shown as images", "")
-        if not self.asks.any_order:
+        if isinstance(self.asks, Query) and self.asks.streams == "one":
             text = "rows of one stream cannot predict tokens in any order"
             return Fault("asks.streams", text, "set it to two")
         by_confidence = isinstance(schedule, Rounds) and schedule.chosen == "confidence"

@@ -136,7 +136,7 @@ def _check_prefix(schedule: OneByOne, grammar: Grammar, count: int) -> Faults:
         changes += ["{asks.place} to content"]
     if schedule.num_given >= count:
         texts += [f"{schedule.prefix} of {count} tokens leaves none to predict"]
-        if schedule.draws_given:
+        if schedule.prefix == "drawn":
             texts[-1] = "a drawn prefix needs at least two tokens, and images have one"
         changes += [f"{{schedule.prefix}} to {count - 1}"]
     if not texts:
@@ -261,7 +261,8 @@ def _(asks: InContext, grammar: Grammar, run: RunConfig) -> Faults:
 
     In fine-tuning without the paper's own loss, all tokens may have one.
     """
-    given, context = asks.given_ratio, 1.0 - grammar.schedule.hidden_share
+    assert isinstance(grammar.schedule, Context)
+    given, context = asks.given_ratio, 1.0 - grammar.schedule.mask_ratio
     kind, shows_all_positions = grammar.positions, run.classifies_only
     if given and kind not in ADDED and not shows_all_positions:
         text = f"{given} of the patches are given their position, which {kind} cannot encode"
@@ -283,16 +284,16 @@ def _(asks: InContext, grammar: Grammar, run: RunConfig) -> Faults:
 @check_asking.register
 def _(asks: Visible, grammar: Grammar, run: RunConfig) -> Faults:
     """Check that some tokens are hidden from the encoder, and the sizes of its decoder."""
-    count, ratio = grammar.num_tokens(run), grammar.schedule.hidden_share
+    count, schedule = grammar.num_tokens(run), grammar.schedule
     if count == 1:
         text = "an encoder that sees only some tokens needs at least two, and images have one"
         remedy = "use smaller tokens, or set {schedule.kind} to masked and {asks.kind} to mask"
         yield Fault("schedule.kind", text, remedy)
         return
-    if isinstance(grammar.schedule, Rounds):
-        yield from _check_rounds(grammar.schedule, grammar, count)
-    elif context_size(count, ratio) == count:
-        text = f"{ratio} of {count} tokens hides none"
+    if isinstance(schedule, Rounds):
+        yield from _check_rounds(schedule, grammar, count)
+    elif isinstance(schedule, Context) and context_size(count, schedule.mask_ratio) == count:
+        text = f"{schedule.mask_ratio} of {count} tokens hides none"
         yield Fault("schedule.mask_ratio", text, f"set it to {math.ceil(1000 / count) / 1000:g}")
     if grammar.positions not in ADDED:
         text = f"{grammar.positions} does not reach the decoder"

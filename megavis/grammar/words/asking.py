@@ -36,18 +36,8 @@ class AskWord(Section):
     """Whether there are rows for hidden tokens below the first block."""
 
     @property
-    def any_order(self) -> bool:
-        """Whether tokens can be predicted in any order."""
-        return True
-
-    @property
     def asks_several(self) -> bool:
         """Whether several tokens of an order can be asked for at once, without those between."""
-        return False
-
-    @property
-    def has_start(self) -> bool:
-        """Whether rows begin with a start token, in whose place a class can stand."""
         return False
 
     @property
@@ -87,11 +77,6 @@ class Shift(AskWord):
     zero_start: bool = False
     """With `content`: zero the queries and keys of the start token, or of the class in its place,
     and of a sink, instead of rotating them, as in LlamaGen's released code."""
-
-    @property
-    def has_start(self) -> bool:
-        """As configured."""
-        return self.start
 
     @property
     def first_asked(self) -> int:
@@ -138,11 +123,6 @@ class Query(AskWord):
     position."""
 
     @property
-    def any_order(self) -> bool:
-        """Whether queries name the token that they predict."""
-        return self.streams == "two"
-
-    @property
     def asks_several(self) -> bool:
         """Whether there are queries, which attend to no other query."""
         return self.streams == "two"
@@ -175,11 +155,6 @@ class Instruct(AskWord):
     zero_start: bool = False
     """Zero the queries and keys of the start token, or of the class in its place, instead of
     rotating them: every row attends to it with a score of 0."""
-
-    @property
-    def has_start(self) -> bool:
-        """Always, so that there are two rows per token."""
-        return True
 
     @property
     def asks_several(self) -> bool:

@@ -28,11 +28,6 @@ class ScheduleWord(Section):
         return 0
 
     @property
-    def draws_given(self) -> bool:
-        """Whether the number of given tokens is drawn for each image."""
-        return False
-
-    @property
     def differs_by_image(self) -> bool:
         """Whether each image has its own order."""
         return False
@@ -46,16 +41,6 @@ class ScheduleWord(Section):
     def draws_features(self) -> bool:
         """Whether order or masks of the tokens are drawn for features too."""
         return False
-
-    @property
-    def draws_shown(self) -> bool:
-        """Whether the number of shown tokens is drawn for each image."""
-        return False
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the tokens outside of a context."""
-        return 0.0
 
     def is_one_by_one(self, count: int) -> bool:
         """Return whether each of `count` tokens is a group of its own, in a fixed cut."""
@@ -104,11 +89,6 @@ class OneByOne(ScheduleWord):
     def num_given(self) -> int:
         """The prefix, or the shortest one."""
         return 1 if self.prefix == "drawn" else self.prefix
-
-    @property
-    def draws_given(self) -> bool:
-        """Whether the prefix is drawn."""
-        return self.prefix == "drawn"
 
     @property
     def differs_by_image(self) -> bool:
@@ -173,11 +153,6 @@ class Rounds(ScheduleWord):
         """Whether tokens are chosen by order."""
         return self.chosen == "order"
 
-    @property
-    def draws_shown(self) -> bool:
-        """True: by the hidden share."""
-        return True
-
     def shown(self, count: int) -> tuple[int, int]:
         """Return 0, and what the smallest hidden share leaves."""
         least, is_normal = self.least_masking, self.masking_deviation is not None
@@ -232,11 +207,6 @@ class Context(ScheduleWord):
     shape: MaskShape = "tokens"
     """Which tokens are outside: random `tokens`; random rectangles, as in BEiT (`blocks`, the last
     one cut); or all but one of each 2 × 2 (`grid`)."""
-
-    @property
-    def hidden_share(self) -> float:
-        """The mask ratio."""
-        return self.mask_ratio
 
     def content(self, count: int) -> tuple[int, int]:
         """Return the size of the context, and position 0."""
