@@ -260,17 +260,8 @@ def build_condition(grammar: Grammar, run: RunConfig, key: Key) -> condition.Con
     word = grammar.memory
     if word is None:
         return own
-    sizes = EncoderSizes(
-        word.num_layers,
-        word.patch_size,
-        word.hidden_size,
-        word.num_attention_heads,
-        word.learning_rate_scale,
-        word.activation,
-        word.norm_epsilon,
-        word.position_std,
-    )
-    return EncodedImage(run.data.image_size, sizes, others=own, key=under("memory", key))
+    sizes, key = EncoderSizes(word), under("memory", key)
+    return EncodedImage(run.data.image_size, sizes, others=own, key=key)
 
 
 @singledispatch

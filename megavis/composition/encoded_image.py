@@ -73,12 +73,11 @@ class EncodedImage(Condition):
         image_size: int,
         sizes: EncoderSizes,
         *,
-        others: Condition | None = None,
-        key: Key = "objective.encoder_{}".format,
+        others: Condition,
+        key: Key,
     ) -> None:
         self.image_size, self.sizes, self.key = image_size, sizes, key
-        self.others = others or Condition()
-        own = self.others.given_text
+        self.others, own = others, others.given_text
         self.given_text = "the image" + (f" and {own}" if own else "")
         self.names = (*self.others.names, "image")
         self.roles: tuple[Role, ...] = (*self.others.roles, "encoder")
@@ -227,7 +226,7 @@ class PretrainedEncoder:
         difference = next(_differences(source, model, sizes, key), None)
         if difference is not None:
             raise UserError(f"{run} {difference}")
-        side = source.data.image_size // sizes.patch_size
+        side = source.data.image_size // sizes.keys.patch_size
         return cls(checkpoint, source, side, f"{prefix}.", num_patches)
 
     def tensor(self, reader: CheckpointReader, name: str) -> Tensor | None:
@@ -290,9 +289,9 @@ def _differences(
         yield f"has model.positions {grammar.positions}, and the encoder adds learned positions"
     if patches.embedding_norm:
         yield "normalises embedded patches, which the encoder does not"
-    if patches.patch_size != sizes.patch_size:
+    if patches.patch_size != (own := sizes.keys.patch_size):
         yield (
-            f"has patches of {patches.patch_size} pixels, and the encoder of {sizes.patch_size}"
+            f"has patches of {patches.patch_size} pixels, and the encoder of {own}"
             f" ({key('patch_size')})"
         )
     for field, name in _KEYS.items():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.schema import ModelConfig
-from megavis.config.section import Activation
+from megavis.grammar import words
 from megavis.model.context_parallel import seen_by_parts
 from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, grid_positions, to_stream
@@ -41,49 +41,29 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """Sizes of an encoder.
+    """Sizes of an encoder, by the word's keys, and what follows from them."""
 
-    Attributes:
-        patch_size: side of a patch in pixels.
-        hidden_size: width; None for the decoder's width and MLP size.
-        num_heads: attention heads; None for the decoder's.
-        learning_rate_scale: multiplies the scheduled learning rate of all its parameters.
-        activation: activation of its MLPs; None for the decoder's.
-        norm_epsilon: ε of its norms; None for the decoder's.
-        position_std: standard deviation of its positions at initialization; None for 1 / √width.
-    """
-
-    num_layers: int
-    patch_size: int
-    hidden_size: int | None = None
-    num_heads: int | None = None
-    learning_rate_scale: float = 1.0
-    activation: Activation | None = None
-    norm_epsilon: float | None = None
-    position_std: float | None = None
+    keys: words.EncodedImage
 
     @property
     def options(self) -> ParamGroupOptions:
         """Optimizer options of its parameters."""
-        return ParamGroupOptions(self.learning_rate_scale)
+        return ParamGroupOptions(self.keys.learning_rate_scale)
 
     def num_patches(self, image_size: int) -> int:
         """Return c for images of side `image_size`."""
-        return (image_size // self.patch_size) ** 2
+        return (image_size // self.keys.patch_size) ** 2
 
     def model(self, above: ModelConfig) -> ModelConfig:
         """Return the settings of its blocks, given the decoder's."""
-        changed: dict[str, Any] = {"num_layers": self.num_layers}
+        changed: dict[str, Any] = {"num_layers": self.keys.num_layers}
         changed |= {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
         changed |= {"qk_norm": False}
-        if self.hidden_size is not None:
-            changed |= {"hidden_size": self.hidden_size, "ffn_hidden_size": None}
-        own = {
-            "num_attention_heads": self.num_heads,
-            "activation": self.activation,
-            "norm_epsilon": self.norm_epsilon,
-        }
-        changed |= {key: value for key, value in own.items() if value is not None}
+        if self.keys.hidden_size is not None:
+            changed |= {"hidden_size": self.keys.hidden_size, "ffn_hidden_size": None}
+        for key in ("num_attention_heads", "activation", "norm_epsilon"):
+            if (value := getattr(self.keys, key)) is not None:
+                changed[key] = value
         return above.model_copy(update=changed)
 
     def core(self, above: Core, name: str) -> Core:
@@ -108,9 +88,9 @@ class EncoderSizes:
         number of rows of an image in the decoder, whose core is `above`.
         """
         core, width = self.core(above, f"{name}.blocks"), above.model.hidden_size
-        patches, own = self.num_patches(image_size), self.hidden_size
+        patches, own = self.num_patches(image_size), self.keys.hidden_size
         # The patch embedding has the FLOPs of a head with as many outputs as a patch has values.
-        work = Workload.of_one_stream(patches, 3 * self.patch_size**2, causal=False)
+        work = Workload.of_one_stream(patches, 3 * self.keys.patch_size**2, causal=False)
         blocks = block_plans(
             core,
             work,
@@ -140,7 +120,7 @@ class EncoderInput(nn.Module):
 
     def __init__(self, core: Core, sizes: EncoderSizes) -> None:
         super().__init__()
-        patch_size, std = sizes.patch_size, sizes.position_std
+        patch_size, std = sizes.keys.patch_size, sizes.keys.position_std
         width, numbers = core.model.hidden_size, 3 * patch_size**2
         self.core, self.patch_size = core, patch_size
         self.side = core.config.data.image_size // patch_size
