@@ -411,10 +411,8 @@ def _(word: words.CorrelatedGaussian, head: HeadPlan) -> Density:
 def _(word: words.Diffusion, head: HeadPlan) -> Density:
     from megavis.densities.decoders import DecoderSpec
     from megavis.densities.diffusion import Diffusion
-    from megavis.densities.noise_levels import NoiseSpec
 
     assert isinstance(head.predicts, tokens.Vectors)
-    noise = NoiseSpec(word.noise, word.noise_a, word.noise_b, word.noise_steps)
     learns_positions = word.decoder_positions == "learned"
     spec = DecoderSpec(
         word.decoder,
@@ -427,14 +425,13 @@ def _(word: words.Diffusion, head: HeadPlan) -> Density:
         grid=head.predicts.grid if learns_positions else None,
         learns_positions=learns_positions,
         num_outputs=head.width * (1 + word.learns_variance),
-        noise=noise,
+        keys=word,
         num_noises=word.noises_per_token,
     )
     factory, work = head.decoder(spec)
     return Diffusion(
         word,
         width=head.width,
-        noise=noise,
         value_range=head.predicts.value_range,
         seed=head.seed,
         build_head=factory,

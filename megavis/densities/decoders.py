@@ -29,7 +29,7 @@ from megavis.config.section import DenoiserKind
 from megavis.densities.density import DecoderWork
 from megavis.densities.modulated_mlp import ModulatedDecoder
 from megavis.densities.modulated_mlp import flops as modulated_flops
-from megavis.densities.noise_levels import NoiseSpec
+from megavis.grammar import words
 from megavis.model.context_parallel import splits_context
 from megavis.model.core import Block, Core
 from megavis.model.embeddings import LastNorm, ReplicatedLinear, WholeNorm, grid_positions
@@ -56,7 +56,7 @@ class DecoderSpec:
         grid: rows and columns of the tokens whose positions are added; None: none are.
         learns_positions: positions are learned and added to the backbone's output; else they are
             sin-cos and added before the first layer.
-        noise: noise levels, for `modulated_mlp`.
+        keys: the config's, whose noise levels `modulated_mlp` embeds.
         num_noises: noisy patches of each position in training.
     """
 
@@ -70,7 +70,7 @@ class DecoderSpec:
     hidden_size: int | None = None
     grid: tuple[int, int] | None = None
     learns_positions: bool = False
-    noise: NoiseSpec | None = None
+    keys: words.Diffusion | None = None
     num_noises: int = 1
 
     @property
@@ -138,12 +138,12 @@ class PatchHead(Head):
     def _network(self, decoder: DecoderSpec, width: int) -> nn.Module:
         """Build the network after the maps of output and noisy patch to its width."""
         if decoder.kind == "modulated_mlp":
-            assert decoder.noise is not None
+            assert decoder.keys is not None
             assert self.entry is not None
             assert self.noisy is not None
             for parameter in (*self.entry.parameters(), *self.noisy.parameters()):
                 set_decay(parameter, "never")
-            return ModulatedDecoder(width, decoder.num_layers, decoder.num_outputs, decoder.noise)
+            return ModulatedDecoder(width, decoder.num_layers, decoder.num_outputs, decoder.keys)
         inner = core_of_decoder(self.core, decoder.num_layers, decoder.hidden_size)
         network = PairDecoder if decoder.kind == "transformer" else SumDecoder
         return network(inner, decoder.num_layers, decoder.num_outputs)

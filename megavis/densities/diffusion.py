@@ -40,7 +40,7 @@ from megavis.densities.density import (
     check_not_negative,
     for_each_key,
 )
-from megavis.densities.noise_levels import CosineNoise, NoiseSpec
+from megavis.densities.noise_levels import CosineNoise, noise_levels
 from megavis.grammar import words
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
@@ -79,7 +79,6 @@ class Diffusion(Density):
     Args:
         keys: the config's.
         width: values of a patch.
-        noise: the noise levels of `keys`.
         value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
         seed: the run's seed; noise and γ of training are functions of seed and sample.
         build_head: builds a `PatchHead`.
@@ -94,14 +93,13 @@ class Diffusion(Density):
         keys: words.Diffusion,
         *,
         width: int,
-        noise: NoiseSpec,
         value_range: tuple[float, float] | None,
         seed: int,
         build_head: Callable[[], Head],
         decoder: DecoderWork,
     ) -> None:
         super().__init__(width * (1 + keys.learns_variance), build_head)
-        self.keys, self.width, self.noise, self.decoder = keys, width, noise, decoder
+        self.keys, self.width, self.decoder = keys, width, decoder
         self.value_range, self.seed = value_range, seed
 
     def draw_noise(self, index: Tensor, num_positions: int, copy: int = 0) -> tuple[Tensor, Tensor]:
@@ -109,7 +107,7 @@ class Diffusion(Density):
         width, seed, place = self.width, self.seed, f"/{copy}" if copy else ""
         noise = normal(index, num_positions * width, seed=seed, purpose=f"noise{place}")
         draws = uniform(index, num_positions, seed=seed, purpose=f"gamma{place}")
-        gamma = self.noise.on(index.device).from_uniform(draws)
+        gamma = noise_levels(self.keys, index.device).from_uniform(draws)
         return noise.unflatten(1, (num_positions, width)), gamma[..., None]
 
     def corrupted(
@@ -174,7 +172,7 @@ class Diffusion(Density):
             clean: x⁰, `[b, q, k, d]`.
             gamma: γ, `[b, q, k]`.
         """
-        levels = self.noise.on(gamma.device)
+        levels = noise_levels(self.keys, gamma.device)
         assert isinstance(levels, CosineNoise)
         steps = levels.times(gamma).round().long()[..., None]
         small, large = levels.log_small[steps], levels.log_large[steps]
@@ -231,7 +229,7 @@ class _AncestralSampling(TokenSampler):
         def noise_of(step: int) -> Tensor:
             return draws.normal(f"step/{step}", width).view(*shape, width)
 
-        levels = self.density.noise.on(output.device)
+        levels = noise_levels(self.density.keys, output.device)
         patches = reverse_process(
             partial(self._denoise, decoder, output, self.choice.weight(draws.share_known)),
             noise_of,

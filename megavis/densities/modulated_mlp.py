@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.densities.noise_levels import NoiseSpec
+from megavis.densities.noise_levels import noise_levels
+from megavis.grammar import words
 from megavis.model.embeddings import ReplicatedLinear
 from megavis.model.modulation import OF_NORM, modulate
 from megavis.model.parameters import normal, set_decay, zeros
@@ -38,12 +39,14 @@ class ModulatedDecoder(nn.Module):
     Args:
         width: width of all layers.
         num_outputs: values predicted for each token.
-        noise: which noise levels there are.
+        keys: the config's, of which the noise levels are read.
     """
 
-    def __init__(self, width: int, num_layers: int, num_outputs: int, noise: NoiseSpec) -> None:
+    def __init__(
+        self, width: int, num_layers: int, num_outputs: int, keys: words.Diffusion
+    ) -> None:
         super().__init__()
-        self.level = LevelEmbedding(width, noise)
+        self.level = LevelEmbedding(width, keys)
         self.layers = nn.ModuleList(ModulatedLayer(width) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width, _EPSILON, elementwise_affine=False)
         self.modulation = ReplicatedLinear(width, OF_NORM * width, zeros)
@@ -86,16 +89,16 @@ class ModulatedLayer(nn.Module):
 class LevelEmbedding(nn.Module):
     """Embeds a noise level: sinusoids of its time, and an MLP of two layers."""
 
-    def __init__(self, width: int, noise: NoiseSpec) -> None:
+    def __init__(self, width: int, keys: words.Diffusion) -> None:
         super().__init__()
-        self.noise = noise
+        self.keys = keys
         self.inner = ReplicatedLinear(FREQUENCIES, width, normal(0.02))
         self.outer = ReplicatedLinear(width, width, normal(0.02))
 
     def forward(self, gamma: Tensor) -> Tensor:
         """Map γ, float32 `[b, s, 1]`, to `[b, s, w]`."""
         # In float32: bfloat16 cannot represent all steps up to 999.
-        times = self.noise.on(gamma.device).times(gamma.float())
+        times = noise_levels(self.keys, gamma.device).times(gamma.float())
         return self.outer(F.silu(self.inner(_waves(times))))
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megavis.grammar import words
 
 _LARGEST_LOGIT = 18.0
 """Slightly more than the logit of the largest draw, 1 - 2^-25."""
@@ -24,24 +24,11 @@ _OFFSET, _LARGEST_BETA = 0.008, 0.999
 """s and the largest β of the cosine schedule."""
 
 
-@dataclass(frozen=True)
-class NoiseSpec:
-    """Specification of the noise levels.
-
-    Attributes:
-        kind: continuous levels γ ~ Beta(a, b), or `steps` levels of a cosine schedule.
-    """
-
-    kind: Literal["beta", "cosine"]
-    a: float
-    b: float
-    steps: int
-
-    def on(self, device: torch.device) -> BetaNoise | CosineNoise:
-        """Return the levels, with their tables on a device."""
-        if self.kind == "cosine":
-            return cosine_noise(self.steps, device)
-        return beta_noise(self.a, self.b, device)
+def noise_levels(keys: words.Diffusion, device: torch.device) -> BetaNoise | CosineNoise:
+    """Return the noise levels of a config, with their tables on a device."""
+    if keys.noise == "cosine":
+        return cosine_noise(keys.noise_steps, device)
+    return beta_noise(keys.noise_a, keys.noise_b, device)
 
 
 class BetaNoise:
