@@ -321,7 +321,8 @@ def gaussian_divergence(distance: Tensor, log_true: Tensor, log_model: Tensor) -
 
     Args:
         distance: difference of their means.
-        log_true: logarithm of the true variance; `log_model` is that of the model's.
+        log_true: logarithm of the true variance.
+        log_model: logarithm of the model's variance.
     """
     ratio = log_true - log_model
     return 0.5 * (ratio.exp() - ratio - 1.0 + distance.square() * torch.exp(-log_model))

@@ -138,9 +138,9 @@ class CosineNoise:
         return self._table[steps]
 
     def times(self, gamma: Tensor) -> Tensor:
-        """Return the step t of γ, float32 in [0, T - 1], interpolated between those of the table.
+        """Return the step t of γ, float32 in [0, T - 1], interpolated between steps.
 
-        It is exact for γ of the table.
+        It is exact for γ in the table.
         """
         gamma = gamma.float().contiguous()
         place = torch.searchsorted(self._ascending, gamma).clamp(1, self.num_steps - 1)

@@ -79,7 +79,7 @@ def _(schedule: Context, grammar: Grammar, run: RunConfig) -> Faults:
 
 
 def _check_grid(schedule: Masked | Context, grammar: Grammar, run: RunConfig) -> Faults:
-    """Check that squares of 2 × 2 tokens divide the image; of no account if nothing is hidden."""
+    """Check that squares of 2 × 2 tokens divide the image, unless nothing is hidden."""
     if schedule.shape != "grid" or run.classifies_only:
         return
     height, width = grammar.reads.grid(run.data)

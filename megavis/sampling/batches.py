@@ -22,7 +22,7 @@ from megavis.parallel.context import Axis, ParallelContext
 from megavis.parallel.progress_bar import shown
 
 _UNMEASURED = 64
-"""Images of a batch on a CPU, and so few that on a GPU they are one batch, halved if needed."""
+"""Batch size on a CPU. On a GPU, this many images or fewer run as one batch, halved if needed."""
 _SHARE_TO_FILL = 0.8
 """Of the free memory: the rest is for fragments, libraries, and kernels that need more."""
 
@@ -65,9 +65,9 @@ class Batches:
 
     @classmethod
     def of(cls, context: ParallelContext, size: int | None, *, is_alone: bool) -> Batches:
-        """Return batches of `size` images, as it is, or of a size that is still to be chosen.
+        """Return batches of exactly `size` images; None: `choose` determines the size.
 
-        `is_alone`: what runs in them communicates with no other process.
+        `is_alone`: the function that runs in them communicates with no other process.
         """
         memory = DeviceMemory(context.device) if context.device.type == "cuda" else None
         return cls(context, size, halves=is_alone and size is None, memory=memory)
