@@ -72,7 +72,8 @@ class Model(Layers):
     @property
     def default_share(self) -> float:
         """Share of each image that is given in image grids of a run."""
-        gives_none = self.condition.reads_images or self.reads.is_random
+        can_be_whole = self.condition.reads_images or self.reads.is_random
+        gives_none = can_be_whole and not self.schedule.needs_given
         return 0.0 if gives_none else self.schedule.given_share
 
     @property

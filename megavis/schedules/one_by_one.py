@@ -142,6 +142,11 @@ class OneByOne(Schedule):
         return self.prefix > 0
 
     @property
+    def given_share(self) -> float:
+        """Half, or a longer prefix."""
+        return max(super().given_share, self.prefix / self.orders.num_positions)
+
+    @property
     def is_random(self) -> bool:
         """True if each image has its own order or prefix."""
         return self.orders.is_random or self.draws_prefix

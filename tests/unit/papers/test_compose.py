@@ -41,6 +41,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
 from megavis.papers.mp3.place_figures import Places
+from megavis.sampling.pictures import Gallery
 from megavis.sampling.sampler import Sampler, settings_of
 from megavis.schedules.one_by_one import OneByOne
 
@@ -285,6 +286,23 @@ def test_place_density_reports_accuracy(build_composition):
     other, _ = build_composition(PATCHES, ONE_BY_ONE, SHIFT, ERROR)
     with pytest.raises(UserError, match="does not predict the positions"):
         Places.of(other)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [GROUPS, QUERY, ERROR, MEMORY],
+        ["schedule: {kind: one_by_one, prefix: 3}", CONTENT, ERROR, MEMORY],
+        ["schedule: {kind: one_by_one, prefix: 10}", CONTENT, ERROR],
+    ],
+    ids=["groups", "prefix", "long prefix"],
+)
+def test_grids_of_a_run_give_what_the_model_needs(build_composition, words, tmp_path):
+    """A run would end at its first grid."""
+    objective, inference = build_composition(PATCHES, *words)
+    batch = batch_of(photographs(2, 16))
+    grid = Gallery(objective, tmp_path).plot(inference, batch, num_images=2)
+    assert grid.shape[0] > 2 * 16
 
 
 def test_likelihoods_say_what_they_are_given(build_composition):
