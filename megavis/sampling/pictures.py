@@ -112,17 +112,35 @@ def save_png(path: Path, pixels: np.ndarray) -> None:
 
 
 class Gallery:
-    """Makes the default image grid of a run; raise UserError if its models generate no images."""
+    """Makes the default image grid of a run.
 
-    def __init__(self, objective: Trainable, folder: Path) -> None:
+    Args:
+        has_examples: whether grids will have held-out images to start from.
+
+    Raises:
+        UserError: models of the run generate no images, or none without held-out ones.
+    """
+
+    def __init__(self, objective: Trainable, folder: Path, *, has_examples: bool = True) -> None:
         self.objective, self.folder = objective, folder
-        # Check now rather than in `draw`: a run must fail before its first step, not at its first
+        # Check now rather than in `plot`: a run must fail before its first step, not at its first
         # grid.
         if not objective.reconstructs:
             model = generator_of(objective)
             model.check_images(folder)
             for options in model.schedule.columns:
                 settings_of(model, options)
+        if not has_examples:
+            self._check_without_examples()
+
+    def _check_without_examples(self) -> None:
+        """Raise UserError if the grid needs held-out images."""
+        if self.objective.reconstructs:
+            raise UserError("reconstructions need images: give data.validation")
+        model = generator_of(self.objective)
+        if model.schedule.needs_given:
+            raise UserError("completions need images: give data.validation")
+        model.condition.defaults(1, None)
 
     def plot(self, inference: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
         """Return a grid uint8 `[H, W, 3]`; collective over all processes of the job.
@@ -135,16 +153,14 @@ class Gallery:
             UserError: the grid needs held-out images and there are none.
         """
         objective = self.objective
-        if objective.reconstructs:
-            if examples is None:
-                raise UserError("reconstructions need images: give data.validation")
+        if examples is None:
+            self._check_without_examples()
+        elif objective.reconstructs:
             return picture_of_reconstructions(inference, objective, examples.inputs)
         columns = generator_of(objective).schedule.columns
         samplers = [Sampler(inference, objective, self.folder, options) for options in columns]
         model = samplers[0].model
         share = 0.0 if examples is None else model.default_share
-        if examples is None and model.schedule.needs_given:
-            raise UserError("completions need images: give data.validation")
         return picture(
             samplers, examples, num_images=num_images, share=share, batch_size=_GALLERY_BATCH
         )

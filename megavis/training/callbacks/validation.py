@@ -145,9 +145,9 @@ class SampleImages:
         num_images: int,
     ) -> None:
         try:
-            self.gallery = Gallery(objective, run_folder)
+            self.gallery = Gallery(objective, run_folder, has_examples=dataset is not None)
         except UserError as error:
-            raise UserError(f"training.sample_every: {error}; set it to 0") from None
+            raise UserError(f"training.sample_every: {error}; 0 makes no grids") from None
         self.folder, self.every, self.num_images = run_folder, every, num_images
         self._has_warned = False
         self.examples = None

@@ -303,6 +303,8 @@ def test_grids_of_a_run_give_what_the_model_needs(build_composition, words, tmp_
     batch = batch_of(photographs(2, 16))
     grid = Gallery(objective, tmp_path).plot(inference, batch, num_images=2)
     assert grid.shape[0] > 2 * 16
+    with pytest.raises(UserError, match="images: give data.validation"):
+        Gallery(objective, tmp_path, has_examples=False)
 
 
 def test_likelihoods_say_what_they_are_given(build_composition):
