@@ -48,6 +48,11 @@ class Hiding(Schedule):
     def __init__(self, num_tokens: int, *, seed: int) -> None:
         self.num_tokens, self.seed = num_tokens, seed
 
+    @property
+    def given_share(self) -> float:
+        """Zero: generation begins with all tokens hidden."""
+        return 0.0
+
     def draw(self, index: Tensor) -> Arrangement:
         """Draw the masks of samples `[b]`."""
         return self.hiding(self.draw_hidden(index))

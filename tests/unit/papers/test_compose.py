@@ -307,6 +307,13 @@ def test_grids_of_a_run_give_what_the_model_needs(build_composition, words, tmp_
         Gallery(objective, tmp_path, has_examples=False)
 
 
+@pytest.mark.parametrize("more", [[], [CLASSES]])
+def test_grids_of_a_run_give_nothing_where_none_can_be_given(build_composition, more, tmp_path):
+    objective, inference = build_composition(PATCHES, ROUNDS, MASK, MIXTURE, *more)
+    batch = batch_of(photographs(2, 16))
+    assert Gallery(objective, tmp_path).plot(inference, batch, num_images=2).shape[2] == 3
+
+
 def test_likelihoods_say_what_they_are_given(build_composition):
     for dropout, text in (
         (0.25, "the class, but for the 25% that training drops"),
