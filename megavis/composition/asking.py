@@ -38,7 +38,12 @@ ORDER = "order"
 
 
 class Asking(ABC):
-    """Maps tokens and an arrangement to rows, after `num_front` condition rows; embeds rows."""
+    """Maps tokens and an arrangement to rows, after `num_front` condition rows; embeds rows.
+
+    Args:
+        num_front: condition rows in front.
+        places_front: add learned positions to the rows in front.
+    """
 
     num_inputs: int
     """Number of tensors that `rows` returns."""
@@ -51,14 +56,15 @@ class Asking(ABC):
     fillers: tuple[Role, ...] = ()
     """Roles of the parts that stand for absent tokens."""
 
-    def __init__(self, *, num_front: int = 0) -> None:
-        self.num_front = num_front
+    def __init__(self, *, num_front: int = 0, places_front: bool = False) -> None:
+        self.num_front, self.places_front = num_front, places_front
 
     @property
     def roles(self) -> tuple[Role, ...]:
         """Roles of the first layer's parts that rows use, if the paper has them."""
         front: tuple[Role, ...] = ("front",) if self.num_front else ()
-        return ("content", "positions", *self.fillers, *front)
+        position: tuple[Role, ...] = ("front_position",) if self.places_front else ()
+        return ("content", "positions", *self.fillers, *front, *position)
 
     @property
     def keeps_keys(self) -> bool:
@@ -214,12 +220,10 @@ class Mask(Asking):
     """One row per position, which holds its token, or a filler if that is hidden.
 
     Args:
-        num_front: condition rows in front.
         filler: what stands for a hidden token: a learned `vector`, a `zero_embedding`, or the
             embedding of a `zero_token`.
         marks: the first half of the width marks hidden and shown tokens, and the second half holds
             the token; each keeps every second channel of its vector.
-        places_front: add a learned position to the row in front.
     """
 
     num_inputs = 3
@@ -233,11 +237,9 @@ class Mask(Asking):
         marks: bool = False,
         places_front: bool = False,
     ) -> None:
-        super().__init__(num_front=num_front)
+        super().__init__(num_front=num_front, places_front=places_front)
         self.filler, self.marks = filler, marks
-        fillers: dict[Role, bool] = {
-            "mask": filler == "vector", "marks": marks, "front_position": places_front
-        }  # fmt: skip
+        fillers: dict[Role, bool] = {"mask": filler == "vector", "marks": marks}
         self.fillers = tuple(role for role, is_needed in fillers.items() if is_needed)
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
@@ -290,8 +292,9 @@ class Query(Asking):
     streams share the projection of queries, as in XLNet's code; "Denoising Autoregressive
     Representation Learning", appendix A.5, which refers to it, has "an additional query head".
 
+    Rows in front are in group 0.
+
     Args:
-        num_front: condition rows in front, in group 0.
         starts: begin with a start token, in group 0.
         queries: False omits the query stream: the last content row before a token predicts it.
     """
@@ -300,8 +303,15 @@ class Query(Asking):
     visibility: VisibilityKind = "two_stream"
     extra_tensors = ("content_groups", "query_groups")
 
-    def __init__(self, *, num_front: int = 0, starts: bool = False, queries: bool = True) -> None:
-        super().__init__(num_front=num_front)
+    def __init__(
+        self,
+        *,
+        num_front: int = 0,
+        starts: bool = False,
+        queries: bool = True,
+        places_front: bool = False,
+    ) -> None:
+        super().__init__(num_front=num_front, places_front=places_front)
         self.starts, self.queries = starts, queries
         self.fillers = ("start", "query") if starts else ("query",)
 
@@ -419,23 +429,20 @@ class Visible(Asking):
     """One row per known token, in the arrangement's order.
 
     Where their number is drawn for each image, rows of hidden tokens follow in group 1: known ones,
-    in group 0, do not attend to them, and the bridge replaces them.
+    in group 0 as those in front, do not attend to them, and the bridge replaces them.
 
     Args:
-        num_front: condition rows in front, in group 0.
         hides: whether the number of hidden tokens is drawn for each image.
-        places_front: add learned positions to the rows in front.
     """
 
     def __init__(
         self, *, num_front: int = 0, hides: bool = False, places_front: bool = False
     ) -> None:
-        super().__init__(num_front=num_front)
+        super().__init__(num_front=num_front, places_front=places_front)
         self.hides = hides
         self.visibility: VisibilityKind = "two_stream" if hides else "full"
         self.extra_tensors = (ORDER, *(("content_groups", "query_groups") if hides else ()))
         self.num_inputs = 3 if hides else 2
-        self.fillers = ("front_position",) if places_front else ()
 
     def rows(self, tokens: Tensor, wanted: PredictionTargets, since: int = 0) -> AskedRows:
         """Return the known tokens, the places of all positions, and the groups of the tokens.

@@ -220,8 +220,12 @@ def _(word: words.Shift, grammar: Grammar) -> asking.Asking:
 
 @build_asking.register
 def _(word: words.Query, grammar: Grammar) -> asking.Asking:
-    queries = word.streams == "two"
-    return asking.Query(num_front=grammar.num_front, starts=word.start, queries=queries)
+    return asking.Query(
+        num_front=grammar.num_front,
+        starts=word.start,
+        queries=word.streams == "two",
+        places_front=grammar.places_front,
+    )
 
 
 @build_asking.register
@@ -231,7 +235,7 @@ def _(word: words.Instruct, grammar: Grammar) -> asking.Asking:
 
 @build_asking.register
 def _(word: words.InContext, grammar: Grammar) -> asking.Asking:
-    return asking.InContext(num_front=grammar.num_front)
+    return asking.InContext(num_front=grammar.num_front, places_front=grammar.places_front)
 
 
 @build_asking.register

@@ -40,6 +40,7 @@ from megavis.composition.model import generator_of
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import EncoderInput
+from megavis.model.layer_state import LayerState
 from megavis.papers.mp3.place_figures import Places
 from megavis.sampling.pictures import Gallery
 from megavis.sampling.sampler import Sampler, settings_of
@@ -305,6 +306,33 @@ def test_grids_of_a_run_give_what_the_model_needs(build_composition, words, tmp_
     assert grid.shape[0] > 2 * 16
     with pytest.raises(UserError, match="images: give data.validation"):
         Gallery(objective, tmp_path, has_examples=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [GROUPS, QUERY, DIFFUSION],
+        [GROUPS, "asks: {kind: query, start: false}", ERROR],
+        [CONTEXT, ITSELF, PLACE],
+        [ROUNDS, MASK, MIXTURE],
+        [CONTEXT, BRIDGE, ERROR],
+    ],
+)
+def test_several_rows_hold_the_class(build_composition, words):
+    """As many as the words count, in training and for features, and no two alike."""
+    several = CLASSES.replace("3}", "3, count: 3}")
+    objective, inference = build_composition(PATCHES, *words, several)
+    batch, first = batch_of(photographs(2, 16)), inference.layers.modules[0]
+    for inputs, for_features in (
+        (objective.training_sequence(batch).inputs, False),
+        (objective.feature_inputs(batch), True),
+    ):
+        hidden = LayerState.unpack(first(inputs), objective.core.carried_names).hidden
+        rows = objective.grammar.rows(16, for_features=for_features)
+        assert len(hidden) == rows.blocks
+        assert not torch.allclose(hidden[0], hidden[1])
+        assert not torch.allclose(hidden[1], hidden[2])
+        assert inference.features(inputs).shape[1] == 2
 
 
 @pytest.mark.parametrize("more", [[], [CLASSES]])
