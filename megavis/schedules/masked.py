@@ -282,6 +282,8 @@ class Context(Schedule):
         self.asks_context, self.hidden = asks_context, hidden
         self.num_positions, self.mask_ratio, self.seed = num_positions, mask_ratio, seed
         self.num_placed = round(placed_ratio * num_positions)
+        # Also where all tokens are context: the head reads as many rows as in training.
+        self.first_asked = 0 if asks_context else context_size(num_positions, mask_ratio)
 
     @property
     def is_random(self) -> bool:
@@ -333,7 +335,7 @@ class Context(Schedule):
             order,
             asked,
             num_content=num_context,
-            first_asked=0 if self.asks_context else num_context,
+            first_asked=self.first_asked,
             num_placed=num_placed,
             predicts_all=num_placed == 0,
         )

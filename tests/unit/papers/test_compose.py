@@ -335,6 +335,12 @@ def test_several_rows_hold_the_class(build_composition, words):
         assert inference.features(inputs).shape[1] == 2
 
 
+def test_noise_of_tokens_that_are_all_known_has_the_rows_of_training(build_composition):
+    objective, inference = build_composition(PATCHES, CONTEXT, BRIDGE, DIFFUSION)
+    inputs = objective.inputs_from(photographs(2, 16))
+    assert objective.outputs(inference.predictions(inputs)).shape[:2] == (2, 8)
+
+
 @pytest.mark.parametrize("more", [[], [CLASSES]])
 def test_grids_of_a_run_give_nothing_where_none_can_be_given(build_composition, more, tmp_path):
     objective, inference = build_composition(PATCHES, ROUNDS, MASK, MIXTURE, *more)
