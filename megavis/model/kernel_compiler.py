@@ -84,7 +84,8 @@ def require_compiled(context: ParallelContext) -> None:
     if reason is None:
         return
     if library in ("apex", "transformer_engine"):
-        raise UserError(f"training.kernels: {library}: kernels cannot be compiled: {reason}")
+        text = f"{library}: kernels cannot be compiled: {reason}"
+        raise UserError(text, key="training.kernels")
     choose_kernels("torch")
     if context.is_main:
         sys.stderr.write(

@@ -397,10 +397,8 @@ def apex_part(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"apex.{module}"), name)
     except (ImportError, AttributeError):
-        raise UserError(
-            "training.kernels: apex needs NVIDIA Apex, which is not installed; use auto, or install"
-            " Apex from NVIDIA's sources"
-        ) from None
+        text = "apex needs NVIDIA Apex, which is not installed; use auto, or install Apex from"
+        raise UserError(f"{text} NVIDIA's sources", key="training.kernels") from None
 
 
 def _apex_norms() -> Any:
@@ -408,14 +406,15 @@ def _apex_norms() -> Any:
 
 
 def _require_transformer_engine() -> None:
-    key = "training.kernels: transformer_engine"
     try:
         engine = importlib.import_module("transformer_engine.pytorch")
     # A missing extension library raises FileNotFoundError.
     except (ImportError, OSError):
         raise UserError(
-            f"{key} needs NVIDIA Transformer Engine for torch, which is not installed; use auto, or"
-            " install transformer_engine[pytorch]"
+            "transformer_engine needs NVIDIA Transformer Engine for torch, which is not installed;"
+            " use auto, or install transformer_engine[pytorch]",
+            key="training.kernels",
         ) from None
     if not hasattr(engine, "autocast"):
-        raise UserError(f"{key} needs Transformer Engine 2.9 or newer; use auto, or upgrade it")
+        text = "needs Transformer Engine 2.9 or newer; use auto, or upgrade it"
+        raise UserError(text, key="training.kernels")

@@ -182,7 +182,8 @@ def _require_rows(x: Tensor) -> None:
     if FP8GlobalStateManager.is_fp8_enabled() and rows % FP8_MULTIPLE:
         shape = " × ".join(str(size) for size in x.shape[:-1])
         raise UserError(
-            f"training.fp8 needs a multiple of {FP8_MULTIPLE} rows in every matrix product of a"
+            f"needs a multiple of {FP8_MULTIPLE} rows in every matrix product of a"
             f" block, and one has {shape} (tokens × images); make training.micro_batch_size a"
-            f" multiple of {FP8_MULTIPLE}, or set fp8 to false"
+            f" multiple of {FP8_MULTIPLE}, or set fp8 to false",
+            key="training.fp8",
         )

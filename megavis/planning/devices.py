@@ -104,9 +104,8 @@ class Cluster:
         if not fp8_share:
             return 1e12 * plain
         if device.fp8_tflops is None:
-            raise UserError(
-                f"training.fp8: {device.name} has no FP8 (fp8_tflops); use false, or another --gpu"
-            )
+            text = f"{device.name} has no FP8 (fp8_tflops); use false, or another --gpu"
+            raise UserError(text, key="training.fp8")
         return 1e12 * mixed_peak(plain, device.fp8_tflops, fp8_share)
 
 

@@ -330,10 +330,8 @@ def check_dashboards(kinds: tuple[str, ...]) -> None:
     """
     for kind, dashboard in DASHBOARDS.items():
         if kind in kinds and find_spec(dashboard.package) is None:
-            raise UserError(
-                f"logging: {kind} needs the package {dashboard.package}: pip install"
-                f" 'megavis[{kind}]'"
-            )
+            text = f"{kind} needs the package {dashboard.package}: pip install 'megavis[{kind}]'"
+            raise UserError(text, key="logging")
 
 
 def _identity(run_folder: Path, kind: str, fresh: str | None) -> str | None:

@@ -133,9 +133,10 @@ def check_same_origin(
         return
     folders = ", ".join(source.path for source in config.data.train_sources)
     raise UserError(
-        f"data.train: {folders} with {counted(data.manifest.num_samples, 'image')} is not the data"
+        f"{folders} with {counted(data.manifest.num_samples, 'image')} is not the data"
         f" that the run's step {manifest.step} was trained on, on which its sample order depends;"
-        " use that data, choose another name, or allow it with data.may_change=true"
+        " use that data, choose another name, or allow it with data.may_change=true",
+        key="data.train",
     )
 
 

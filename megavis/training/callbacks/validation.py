@@ -147,7 +147,7 @@ class SampleImages:
         try:
             self.gallery = Gallery(objective, run_folder, has_examples=dataset is not None)
         except UserError as error:
-            raise UserError(f"training.sample_every: {error}; 0 makes no grids") from None
+            raise UserError(f"{error}; 0 makes no grids", key="training.sample_every") from None
         self.folder, self.every, self.num_images = run_folder, every, num_images
         self._has_warned = False
         self.examples = None

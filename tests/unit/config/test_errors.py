@@ -1,10 +1,14 @@
 """UserError: the keys that it blames, which the command line locates in the user's file."""
 
+import ast
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
 from megavis.config.errors import Remedy, UserError, blame
+from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import ConfigSource
 
 SOURCE = ConfigSource("run.yaml", {"data": ("run.yaml", 3), "data.train": ("base.yaml", 7)})
@@ -56,3 +60,15 @@ def test_errors_reach_other_processes_whole(error):
     """The main process sends what it raised to the others."""
     received = pickle.loads(pickle.dumps(error))
     assert (str(received), vars(received)) == (str(error), vars(error))
+
+
+def test_keys_are_not_hidden_in_texts():
+    """The command line adds file and line only to a key that is passed as `key`."""
+    key = re.compile(rf"({'|'.join(RunConfig.model_fields)})(: |\.\w)")
+    hidden = []
+    for path in (path for name in ("megavis", "data_tools") for path in Path(name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "UserError":
+                text = ast.unparse(node.args[0]).removeprefix("f")[1:]
+                hidden += [f"{path}:{node.lineno}"] if key.match(text) else []
+    assert not hidden

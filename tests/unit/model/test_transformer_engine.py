@@ -297,7 +297,7 @@ def test_rows_that_do_not_suit_fp8_are_refused(build_paper, engine):
     with pytest.raises(UserError) as caught:
         model.loss()
     assert str(caught.value) == (
-        "training.fp8 needs a multiple of 16 rows in every matrix product of a block, and one has"
+        "training.fp8: needs a multiple of 16 rows in every matrix product of a block, and one has"
         " 19 × 3 (tokens × images); make training.micro_batch_size a multiple of 16, or set fp8 to"
         " false"
     )

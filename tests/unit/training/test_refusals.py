@@ -240,7 +240,7 @@ def test_other_training_data_with_the_same_palette_is_refused(
     assert "allow it with data.may_change=true" in message
     assert main(["train", str(config), "--device", "cpu", "--dry-run", *words]) == 2
     checks = capsys.readouterr().out
-    assert f"NO  resume: data.train: {other} with 36 images is not the data" in checks
+    assert f"NO  resume: command line: data.train: {other} with 36 images is not" in checks
 
 
 def test_other_training_data_is_accepted_once_it_is_allowed(config, shard_folders, tmp_path):
