@@ -6,6 +6,7 @@ layers are on the meta device. Data, disk and checkpoints are checked in place.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megavis.model.parameters import partition_dimension
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.limits import allowed_open_files
 from megavis.planning.layouts import Layout, layout_name
+from megavis.planning.states import FLOAT32, MOMENTS
 from megavis.training.run_folder import (
     check_earlier_run,
     check_same_origin,
@@ -32,7 +34,6 @@ from megavis.training.run_folder import (
 )
 from megavis.training.trainer import Trainer
 
-_FLOAT32 = 4
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -101,10 +102,12 @@ def _with_data(config: RunConfig, layout: Layout, run: Trainer) -> Iterator[DryR
     yield _data(run, layout)
     yield _needs(run)
     yield _tokenizer(run)
-    shapes = _shapes(run.objective, layout.tensor)
-    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
-    yield DryRunCheck("model", True, f"{numbers:,} parameters in {len(shapes)} tensors")
-    yield _disk(config, numbers)
+    trained, frozen = _shapes(run.objective, layout.tensor)
+    num_trained, num_frozen = (sum(map(math.prod, each.values())) for each in (trained, frozen))
+    shapes = trained | frozen
+    text = f"{num_trained + num_frozen:,} parameters in {len(shapes)} tensors"
+    yield DryRunCheck("model", True, text)
+    yield _disk(config, num_trained, num_frozen)
     yield _resume(run, shapes)
 
 
@@ -152,9 +155,14 @@ def _tokenizer(run: Trainer) -> DryRunCheck:
     return DryRunCheck("tokenizer", True, f"{text}, {also}")
 
 
-def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
-    """Build this rank's part of every layer on the meta device; return full shapes by name."""
-    shapes: Shapes = {}
+def _shapes(objective: Trainable, tensor_size: int) -> tuple[Shapes, Shapes]:
+    """Build this rank's part of every layer on the meta device.
+
+    Returns:
+        Full shapes by name, of trained parameters and of frozen ones.
+    """
+    trained: Shapes = {}
+    frozen: Shapes = {}
     for plan in objective.layer_plans():
         with torch.device("meta"):
             layer = plan.build()
@@ -162,16 +170,17 @@ def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
             shape, dimension = list(parameter.shape), partition_dimension(parameter)
             if dimension is not None:
                 shape[dimension] *= tensor_size
-            shapes[f"{plan.name}.{name}"] = tuple(shape)
-    return shapes
+            own = trained if parameter.requires_grad else frozen
+            own[f"{plan.name}.{name}"] = tuple(shape)
+    return trained, frozen
 
 
-def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
+def _disk(config: RunConfig, num_trained: int, num_frozen: int) -> DryRunCheck:
     """Compare the size of checkpoints, including one being written, with free disk space."""
     keep, steps = config.checkpoint, config.training.steps
-    # Weights, Adam's two moments, and the EMA of the weights.
-    kinds = 3 + bool(config.optimizer.ema_decay)
-    size = kinds * _FLOAT32 * num_parameters
+    # Of frozen parameters only weights are saved.
+    kinds = 1 + MOMENTS[config.optimizer.algorithm] + bool(config.optimizer.ema_decay)
+    size = FLOAT32 * (kinds * num_trained + num_frozen)
     every = keep.keep_every or steps + 1
     others = {step for step in keep.keep_at if step <= steps and step % every}
     # With rollbacks, regular checkpoints are kept besides as many newest ones, which may differ.
