@@ -29,16 +29,27 @@ def partial_folder(run_folder: Path, step: int) -> Path:
 def latest_checkpoint(run_folder: Path) -> Path | None:
     """Return the checkpoint that `latest` names, or None if there is none yet.
 
-    Raises UserError if the named folder does not exist.
+    Raises UserError if it names none, or one that does not exist.
     """
-    pointer = run_folder / "checkpoints" / "latest"
+    pointer = _pointer(run_folder)
     if not pointer.exists():
         return None
-    folder = pointer.parent / pointer.read_text().strip()
-    if not folder.is_dir():
-        existing = ", ".join(str(step) for step in saved_steps(run_folder)) or "none"
-        raise UserError(f"{pointer} names {folder.name}, which is missing; steps here: {existing}")
-    return folder
+    name = _named(pointer)
+    is_step = _STEP.fullmatch(name) is not None
+    if is_step and (pointer.parent / name).is_dir():
+        return pointer.parent / name
+    what = f"{name}, which is missing" if is_step else "no step"
+    existing = ", ".join(map(str, saved_steps(run_folder))) or "none"
+    raise UserError(f"{pointer} names {what}; steps here: {existing}")
+
+
+def _pointer(run_folder: Path) -> Path:
+    return run_folder / "checkpoints" / "latest"
+
+
+def _named(pointer: Path) -> str:
+    # A loss of power may leave any bytes.
+    return pointer.read_text(errors="replace").strip() if pointer.exists() else ""
 
 
 def saved_steps(run_folder: Path) -> list[int]:
@@ -139,8 +150,7 @@ def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Pa
     """
     steps = [step for step in saved_steps(run_folder) if up_to is None or step <= up_to]
     folders = [step_folder(run_folder, step) for step in reversed(steps)]
-    pointer = run_folder / "checkpoints" / "latest"
-    named = pointer.read_text(errors="replace").strip() if pointer.exists() else ""
+    named = _named(_pointer(run_folder))
     names = [folder.name for folder in folders]
     return folders[names.index(named) :] if named in names else folders
 
@@ -148,7 +158,7 @@ def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Pa
 def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> None:
     """Rename damaged checkpoints and make `newest` the latest."""
     # Do this first: a kill in between must not leave `latest` naming a folder that is gone.
-    write_atomically(run_folder / "checkpoints" / "latest", f"{newest.name}\n".encode())
+    write_atomically(_pointer(run_folder), f"{newest.name}\n".encode())
     for folder in folders:
         target = folder.with_name(folder.name + _ASIDE)
         shutil.rmtree(target, ignore_errors=True)
@@ -178,7 +188,7 @@ def publish(run_folder: Path, step: int) -> Path:
     os.rename(partial_folder(run_folder, step), target)
     # The new name must be on the disk before `latest` points to it.
     flush_folder(target.parent)
-    write_atomically(target.parent / "latest", f"{target.name}\n".encode())
+    write_atomically(_pointer(run_folder), f"{target.name}\n".encode())
     return target
 
 

@@ -95,6 +95,14 @@ def test_missing_latest_checkpoint_raises(tmp_path):
         latest_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0\0\n", b"\xff\n"])
+def test_latest_that_a_loss_of_power_has_damaged_is_reported(tmp_path, content):
+    write_checkpoint(tmp_path, 9)
+    (tmp_path / "checkpoints" / "latest").write_bytes(content)
+    with pytest.raises(UserError, match="latest names no step; steps here: 9"):
+        latest_checkpoint(tmp_path)
+
+
 def test_prune_keeps_every_nth_and_newest_checkpoints(tmp_path):
     for step in range(1, 10):
         write_checkpoint(tmp_path, step)
