@@ -37,13 +37,13 @@ from megavis.parallel.launch import Launch
 from megavis.tokenizers.palette import Palette
 from megavis.training.callbacks.callback import (
     Callback,
-    CollectGarbage,
     LogMetrics,
     ReportReplacedSamples,
     SaveCheckpoint,
     ShowProgress,
     StepState,
     WatchHardware,
+    collect_garbage,
 )
 from megavis.training.callbacks.compilation import ReportCompilation
 from megavis.training.callbacks.validation import (
@@ -286,7 +286,7 @@ class Trainer:
                     num_images=settings.sample_images,
                 )
             )
-        callbacks += [*extra, CollectGarbage()]
+        callbacks += [*extra, collect_garbage]
         if self.context.is_main:
             callbacks.append(ShowProgress(first_step, settings.steps))
         return callbacks

@@ -149,21 +149,18 @@ class LogMetrics:
         return speeds
 
 
-class CollectGarbage:
-    """Run Python's garbage collector every 200 steps.
+def collect_garbage(state: StepState) -> None:
+    """Run Python's garbage collector every 200 steps, and automatically again after the last.
 
-    Otherwise it pauses each process at a different time, and all others wait for it.
+    Left to itself it pauses each process at a different time, and all others wait for it.
     """
-
-    def __init__(self) -> None:
+    if state.is_due(_STEPS_PER_COLLECTION):
+        gc.collect()
+    # Not before the first call: a run that is finished takes no step, and none would enable it.
+    if state.is_last:
+        gc.enable()
+    else:
         gc.disable()
-
-    def __call__(self, state: StepState) -> None:
-        """Collect if due; at the end, restore Python's automatic collection."""
-        if state.is_due(_STEPS_PER_COLLECTION):
-            gc.collect()
-        if state.is_last:
-            gc.enable()
 
 
 class ShowProgress:

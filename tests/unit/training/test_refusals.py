@@ -1,5 +1,6 @@
 """Training refuses invalid requests with one message and exit code 2 before writing anything."""
 
+import gc
 import shutil
 
 import pytest
@@ -66,6 +67,7 @@ def test_restarting_a_finished_run_does_nothing_and_says_so(config, capsys):
     assert "small is finished: it has taken 4 steps, and training.steps is 3" in (
         capsys.readouterr().err
     )
+    assert gc.isenabled(), "training calls the collector itself, and here took no step"
 
 
 def test_more_steps_resume_from_the_end(config, tmp_path):
