@@ -4,12 +4,13 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megavis.checkpoint.format.folder import saved_steps
+from megavis.checkpoint.format.folder import saved_steps, step_folder
 from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.checkpoint.state import restore
 from megavis.checkpoint.state.restore import newest_intact_checkpoint
@@ -109,3 +110,27 @@ def test_file_that_one_node_does_not_see_is_not_damaged(
         assert results[0] == results[1]
         assert "zz.safetensors: missing" in results[0]
         assert f"looks from {socket.gethostname()}, while" in results[0]
+
+
+def loaded_from(launch: Launch, run: Path) -> float:
+    """Return the weight that a process loads that has chosen the checkpoint of its own rank."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    layers: Any = SimpleNamespace(
+        named_parameters=lambda: [("w", weight)], named_buffers=lambda: []
+    )
+    context = open_context(launch, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "STALE_SECONDS", 1.0)
+        restore.load_weights(step_folder(run, 2 - launch.rank), layers, context)
+    close_context()
+    return float(weight.detach())
+
+
+def test_processes_load_the_checkpoint_that_the_main_one_has_chosen(
+    run_job: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """A run that still trains may publish another while the processes of a job look."""
+    for step in (1, 2):
+        weights = {"w": torch.full((1,), float(step))}
+        write_weights(tmp_path, weights, seed=0, tokenizer=None, trained=(step, step))
+    assert run_job(loaded_from, 2, tmp_path) == [2.0, 2.0]

@@ -82,7 +82,7 @@ def start_from_weights(
     have the same head of a task. Raises UserError on every process if a file is damaged or the
     model differs.
     """
-    check_files(folder, context)
+    folder, _ = check_files(folder, context)
     with CheckpointReader(folder) as reader:
         if with_head:
             # All buffers are batch-norm statistics in the head.
@@ -107,8 +107,8 @@ def start_encoder(
     All other weights keep their initial values. Raises UserError on every process if a file is
     damaged or lacks a tensor.
     """
-    check_files(pretrained.checkpoint, context)
-    with CheckpointReader(pretrained.checkpoint) as reader:
+    folder, _ = check_files(pretrained.checkpoint, context)
+    with CheckpointReader(folder) as reader:
         for name, parameter in layers.named_parameters():
             whole = pretrained.tensor(reader, name)
             if whole is not None:
@@ -121,7 +121,7 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
     Learned positions are interpolated to another grid, here and in `start_from_weights`, since
     images may have another size than in training.
     """
-    manifest = check_files(folder, context)
+    folder, manifest = check_files(folder, context)
     if context.pipeline.size == 1:  # Otherwise other stages have the other layers.
         known = {name for name, _ in (*layers.named_parameters(), *layers.named_buffers())}
         _require_all(folder, manifest, known)
@@ -154,16 +154,21 @@ class _Complaint:
     by_main: bool
 
 
-def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
+Found = tuple[Path, CheckpointManifest]
+
+
+def check_files(folder: Path, context: ParallelContext) -> Found:
     """Verify size and SHA-256 of all files; the files are divided among the processes.
 
-    Returns the manifest as the main process reads it. On every process, raises UserError, naming
-    the first damaged file, if the main process finds it damaged too. Raises OSError if any process
-    cannot read a file, or for `STALE_SECONDS` sees another content than the main process: then the
-    file is not known to be damaged.
+    Returns the main process's folder and manifest. Processes that look for the newest checkpoint of
+    a run that still trains, or on a node that sees an outdated folder, may come with another.
+
+    On every process, raises UserError, naming the first damaged file, if the main process finds it
+    damaged too. Raises OSError if any process cannot read a file, or for `STALE_SECONDS` sees
+    another content than the main process: then the file is not known to be damaged.
     """
-    # Other nodes may see an outdated folder, and would resume from a different checkpoint.
-    manifest = context.on_main(lambda: read_manifest(folder))
+    own = folder
+    folder, manifest = context.on_main(lambda: (own, read_manifest(own)))
     files = sorted(manifest.files.items())
     mine: Sequence[tuple[str, StoredFile]] = files[context.world.rank :: context.world.size]
     begin = time.monotonic()
@@ -178,7 +183,7 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
                 raise error
         complaints = [each for each in found if each is not None]
         if not complaints:
-            return manifest
+            return folder, manifest
         judged = functools.partial(_judge, folder, manifest, complaints, begin)
         context.on_main(judged)
         time.sleep(_LOOK_SECONDS)
@@ -282,9 +287,6 @@ def _elements(
     return reader.read_elements(key, elements, start, length, dimension=dimension)
 
 
-Found = tuple[Path, CheckpointManifest]
-
-
 def newest_intact_checkpoint(
     run_folder: Path, context: ParallelContext, *, up_to: int | None = None
 ) -> Found | None:
@@ -302,7 +304,7 @@ def newest_intact_checkpoint(
     damaged_files: list[str] = []
     for folder in folders:
         try:
-            manifest = check_files(folder, context)
+            found = check_files(folder, context)
         except UserError as error:
             damaged_files.append(str(error))
             continue
@@ -310,7 +312,7 @@ def newest_intact_checkpoint(
             set_aside(run_folder, folders[: len(damaged_files)], newest=folder)
             sys.stderr.writelines(f"WARNING: {text}\n" for text in damaged_files)
             sys.stderr.write(f"WARNING: resuming from {folder}, the newest intact checkpoint\n")
-        return folder, manifest
+        return found
     if damaged_files:
         raise UserError(f"{damaged_files[0]}; no older checkpoint is intact")
     return None
