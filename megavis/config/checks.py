@@ -98,7 +98,7 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
             f" {_nearest_multiple(training.batch_size, data_parallel)} would",
         )
         return
-    micro = training.micro_batch_size or training.batch_size // data_parallel
+    micro = training.micro_batch(data_parallel)
     if training.batch_size % (micro * data_parallel):
         yield (
             "training.batch_size",

@@ -2,7 +2,7 @@
 
 Every key has a type, a range and a meaning; an unknown key is an error. The classes hold data and
 the checks within one section; checks between sections are in `checks.py`. The objective's section
-belongs to its paper: `objectives` hands its classes to the loader.
+belongs to its paper (`papers.py` finds its class).
 """
 
 from __future__ import annotations
@@ -284,6 +284,10 @@ class TrainingConfig(Section):
     and compute the same loss from the same images; 0: never."""
     max_restarts: NonNegative = 3
     """Maximum number of automatic restarts (by SLURM or torchrun) without a new checkpoint."""
+
+    def micro_batch(self, data_parallel_size: int) -> int:
+        """Return the images per micro-batch and process."""
+        return self.micro_batch_size or self.batch_size // data_parallel_size
 
 
 _HEAD = (

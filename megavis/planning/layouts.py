@@ -39,7 +39,7 @@ class Layout:
         """Return the config's layout, which must be legal on `num_processes`."""
         parallel, training = config.parallel, config.training
         data = num_processes // parallel.model_parallel_size
-        micro = training.micro_batch_size or training.batch_size // data
+        micro = training.micro_batch(data)
         return cls(parallel, data, micro, training.batch_size // (micro * data))
 
     @property

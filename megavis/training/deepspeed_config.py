@@ -32,7 +32,7 @@ def deepspeed_config(
     # then sends back only the gradient of the first tensor.
     cuts_stages = not config.parallel.sequence_parallel and not carries_gradient
     training = config.training
-    micro = micro_batch_size(config, data_parallel_size)
+    micro = training.micro_batch(data_parallel_size)
     return {
         # DeepSpeed averages over the context group too, and assumes other images on each process.
         "train_batch_size": training.batch_size * config.parallel.context_parallel_size,
@@ -60,11 +60,6 @@ def deepspeed_config(
         "steps_per_print": 2**40,
         "wall_clock_breakdown": False,
     }
-
-
-def micro_batch_size(config: RunConfig, data_parallel_size: int) -> int:
-    """Return the images per micro-batch and process."""
-    return config.training.micro_batch_size or config.training.batch_size // data_parallel_size
 
 
 def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
