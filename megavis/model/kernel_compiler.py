@@ -11,10 +11,8 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -78,9 +76,7 @@ def require_compiled(context: ParallelContext) -> None:
     library = chosen_kernels()
     if context.device.type != "cuda" or library == "torch":
         return
-    reasons: list[Any] = [None] * context.world.size
-    dist.all_gather_object(reasons, why_not_compiled(context.device), group=context.world.group)
-    reason = next(filter(None, reasons), None)
+    reason = next(filter(None, context.gather(why_not_compiled(context.device))), None)
     if reason is None:
         return
     if library in ("apex", "transformer_engine"):

@@ -111,6 +111,12 @@ class ParallelContext:
         dist.broadcast_object_list(values, src=0, group=self.world.group, device=self.device)
         return values[0]
 
+    def gather(self, value: _Value) -> list[_Value]:
+        """Return the picklable values of all processes, by rank; collective over them."""
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=self.world.group)
+        return values
+
     def smallest(self, value: int) -> int:
         """Return the smallest of the processes' values; collective over all processes."""
         least = torch.tensor(value, device=self.device)

@@ -70,7 +70,7 @@ class WorkerPool:
         if self._preload:
             starter = multiprocessing.get_context("forkserver")
             starter.set_forkserver_preload(list(self._preload))
-            with _discarded_output() if self._quiet else contextlib.nullcontext():
+            with discarded_output() if self._quiet else contextlib.nullcontext():
                 # The server inherits it, and libraries warn when they are imported.
                 forkserver.ensure_running()
         self._pipes: list[Connection] = []
@@ -147,11 +147,15 @@ class WorkerPool:
 
 
 @contextlib.contextmanager
-def _discarded_output() -> Iterator[None]:
-    """Discard what processes that are started inside the block write."""
+def discarded_output(*streams: int) -> Iterator[None]:
+    """Discard what is written inside the block by libraries in C, and by processes started in it.
+
+    Args:
+        streams: file descriptors; default: standard output and error.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    kept = {stream: os.dup(stream) for stream in streams or (1, 2)}
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         for stream in kept:

@@ -8,13 +8,10 @@ is that of the mixture: FP8 for products of the blocks with their weights, bf16 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import platform
 import re
 import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +22,6 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -40,6 +36,7 @@ from megavis.papers import build_objective
 from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import Launch
 from megavis.parallel.progress_bar import shown
+from megavis.parallel.workers import discarded_output
 from megavis.planning.layouts import layout_name
 from megavis.planning.measured_activations import activations_of_layouts
 from megavis.training.engine import Engine
@@ -147,8 +144,7 @@ def bench(
         product = _product_rate(
             clock, context.device, DTYPES[config.training.precision], rows, config.model.hidden_size
         )
-        seconds: list[Any] = [None] * context.world.size
-        dist.all_gather_object(seconds, taken)
+        seconds = context.gather(taken)
         if not context.is_main:
             return None
         mean, rate = fmean(seconds), config.training.batch_size / fmean(seconds)
@@ -244,23 +240,6 @@ def _repeat(step: Callable[[], object], count: int) -> None:
         step()
 
 
-@contextlib.contextmanager
-def _without_native_messages() -> Iterator[None]:
-    """Discard what torch's profiler writes at start and end, including an error without a GPU.
-
-    It is written from C++, bypassing Python's streams and warnings.
-    """
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
 def _parts(
     step: Callable[[], object], device: torch.device, trace: Path | None
 ) -> Mapping[str, float]:
@@ -269,14 +248,15 @@ def _parts(
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     profiler = profile(activities=activities)
-    with _without_native_messages():
+    # From C++ it writes messages at start and end, among them an error without a GPU.
+    with discarded_output(2):
         profiler.start()
     try:
         _repeat(step, _NUM_PROFILED)
         if device.type == "cuda":
             torch.cuda.synchronize()
     finally:
-        with _without_native_messages():
+        with discarded_output(2):
             profiler.stop()
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)

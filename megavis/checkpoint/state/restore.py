@@ -12,10 +12,8 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
@@ -174,14 +172,13 @@ def check_files(folder: Path, context: ParallelContext) -> Found:
     begin = time.monotonic()
     while True:
         mine, complaint = _first_damage(folder, mine, context)
-        found: list[Any] = [None] * context.world.size
-        dist.all_gather_object(found, complaint, group=context.world.group)
+        found = context.gather(complaint)
         # Report read errors first: a file that one process cannot read is not known to be damaged,
         # and must not be set aside.
         for error in found:
             if isinstance(error, OSError):
                 raise error
-        complaints = [each for each in found if each is not None]
+        complaints = [each for each in found if isinstance(each, _Complaint)]
         if not complaints:
             return folder, manifest
         judged = functools.partial(_judge, folder, manifest, complaints, begin)

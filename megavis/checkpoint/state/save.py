@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import partial_folder, publish, step_folder
@@ -115,8 +114,7 @@ class Snapshot:
         Raises OSError on every process if any process could not write.
         """
         mine = (self._file, self._stored, self._entries, self._failure)
-        gathered: list = [None] * self._context.world.size
-        dist.all_gather_object(gathered, mine, group=self._context.world.group)
+        gathered = self._context.gather(mine)
         failure = next((failure for *_, failure in gathered if failure), "")
         if not failure:
             try:

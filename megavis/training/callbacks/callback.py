@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
 from threading import Thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -249,10 +249,9 @@ class WatchHardware:
             state.record["device_wait_s"] = time.perf_counter() - began
             state.record["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         mine = state.engine.forward_clock.read()
-        world = state.engine.context.world
-        if mine and world.size > 1:
-            seconds: list[Any] = [None] * world.size
-            dist.all_gather_object(seconds, mine)
+        context = state.engine.context
+        if mine and context.world.size > 1:
+            seconds = context.gather(mine)
             state.record["forward_s"] = fmean(seconds)
             state.record["slowest_forward_s"] = max(seconds)
             state.record["slowest_rank"] = seconds.index(max(seconds))

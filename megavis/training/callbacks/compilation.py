@@ -6,9 +6,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch.distributed as dist
 
 from megavis.config.errors import counted
 from megavis.model.compiled_blocks import Compilation, take_compilation
@@ -37,8 +34,7 @@ class ReportCompilation:
             self._report_later(state.step)
             return
         self.is_done = True
-        found: list[Any] = [None] * self.context.world.size
-        dist.all_gather_object(found, take_compilation(), group=self.context.world.group)
+        found = self.context.gather(take_compilation())
         failures = [each.failure for each in found if each.failure is not None]
         if failures:
             choose_kernels("regions")

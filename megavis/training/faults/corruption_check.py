@@ -15,11 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megavis.config.errors import CORRUPTION_EXIT_CODE, CorruptionError
@@ -78,8 +76,7 @@ class CheckReplicas:
             self.losses(engine, state.step),
             os.environ.get("SLURMD_NODENAME", socket.gethostname()),
         )
-        all_found: list[Any] = [None] * world.size
-        dist.all_gather_object(all_found, mine, group=world.group)
+        all_found = engine.context.gather(mine)
         found = disagreement({rank: prints for rank, prints, *_ in all_found})
         if not found.text:
             losses = {rank: losses for rank, _, losses, _ in all_found}
