@@ -40,7 +40,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     config = load_config(XL, [*WORDS, *words]).config
     context = open_context(launch, device="cpu")
     objective = build_objective(config, context)
-    engine = Engine(config, objective, context)
+    engine = Engine(objective)
     ids = torch.randint(512, (1, objective.backbone.num_tokens))
     engine.train_step(iter([Batch(ids, torch.full((1,), -1), torch.arange(1))]), 0)
     parameters = [4 * logical_shape(p).numel() for _, p in engine.layers.named_parameters()]

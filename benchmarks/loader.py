@@ -93,7 +93,7 @@ def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, o
     from megavis.training.engine import Engine
 
     context = open_context(read_launch({}), device="cpu")
-    engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
+    engine = Engine(OBJECTIVES["igpt"](config, context))
     loader = BatchLoader(
         ShardDataset(shards),
         seed=0,

@@ -31,7 +31,7 @@ def measure(
     from megavis.training.engine import Engine
     from megavis.training.faults.corruption_check import CheckReplicas, weight_fingerprints
 
-    engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
+    engine = Engine(OBJECTIVES["igpt"](config, context))
     dataset, last_step = ShardDataset(shards), config.training.steps
     look = CheckReplicas(
         every=1, saving=config.checkpoint, samples=dataset, seed=config.seed, batches_skipped=0

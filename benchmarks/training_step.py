@@ -38,7 +38,7 @@ def our_step(config: RunConfig, theirs: torch.nn.Module, ids: torch.Tensor) -> C
     from megavis.training.engine import Engine
 
     context = open_context(read_launch({}), device="cpu")
-    engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
+    engine = Engine(OBJECTIVES["igpt"](config, context))
     copy_weights(theirs, engine.layers, config)
     # Shards have one or two bytes per pixel; the objective widens them.
     batch = Batch(ids.to(torch.int32), torch.full((len(ids),), -1), torch.arange(len(ids)))

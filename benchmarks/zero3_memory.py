@@ -61,8 +61,8 @@ def growth(launch: Any, words: list[str], trains: bool = True) -> Growth:
     first, block, last = (bytes_of(plan) for plan in layers_of(objective))
     # Warm up: the first use of collectives and libraries allocates memory permanently.
     small = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 1})})
-    build_stack(type(objective)(small, context), context)
-    layers, peak, built = measured(lambda: build_stack(objective, context))
+    build_stack(type(objective)(small, context))
+    layers, peak, built = measured(lambda: build_stack(objective))
     del layers
     engine, trained = train(objective, context) if trains else (0, 0)
     close_context()
@@ -77,7 +77,7 @@ def train(objective: Any, context: Any) -> tuple[int, int]:
     from megavis.data.loading.loader import Batch
     from megavis.training.engine import Engine
 
-    engine, _, initialized = measured(lambda: Engine(objective.config, objective, context))
+    engine, _, initialized = measured(lambda: Engine(objective))
     ids = torch.randint(512, (1, objective.num_tokens))
     batch = Batch(ids, torch.full((1,), -1), torch.arange(1))
     _, _, stepped = measured(lambda: engine.train_step(iter([batch]), 0))

@@ -35,7 +35,7 @@ class Trainer:
         """Build the engine and four alternating batches, in pinned memory for CUDA."""
         choose_kernels(config.training.kernels)
         self.objective = build_objective(config, context)
-        self.engine = Engine(config, self.objective, context)
+        self.engine = Engine(self.objective)
         self.steps_taken = first_step
         self.copies = HostCopies(keeps=context.device.type == "cuda")
         count = self.engine.micro_batch_size

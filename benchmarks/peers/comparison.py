@@ -112,7 +112,7 @@ class Ours:
 
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
         self.objective = build_objective(config, context)
-        self.engine = Engine(config, self.objective, context)
+        self.engine = Engine(self.objective)
 
     @torch.no_grad()
     def start_from(self, weights: Weights) -> None:

@@ -130,7 +130,7 @@ def bench(
     head = _head_flops(config)
     with open_job(config, launch, device=device) as context:
         objective = build_objective(config, context)
-        engine = Engine(config, objective, context)
+        engine = Engine(objective)
         clock = _Clock(context.device)
         step = _stepper(engine, context.device)
         _repeat(step, WARM_UP)

@@ -57,8 +57,9 @@ class Engine:
         forward_clock: times forward passes; not with pipeline stages.
     """
 
-    def __init__(self, config: RunConfig, objective: Trainable, context: ParallelContext) -> None:
-        self.config, self.objective, self.context = config, objective, context
+    def __init__(self, objective: Trainable) -> None:
+        self.objective = objective
+        self.config, self.context = config, context = objective.config, objective.context
         self._pipelined = context.pipeline.size > 1
         self.forward_clock = ForwardClock(context.device)
         self._pace = Pace(context.device)
@@ -71,7 +72,7 @@ class Engine:
         )
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.micro_batch_size: int = settings["train_micro_batch_size_per_gpu"]
-        module = self._pipeline(plans) if self._pipelined else build_stack(objective, context)
+        module = self._pipeline(plans) if self._pipelined else build_stack(objective)
         self.layers = self._local_layers(plans, module)
         optimizer = build_optimizer(
             (parameter for _, parameter in self.layers.named_parameters()),
@@ -266,12 +267,12 @@ class Engine:
             yield sequence.inputs, sequence.targets
 
 
-def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
+def build_stack(objective: Trainable) -> LayerStack:
     """Build all layers; under ZeRO-3 each is partitioned as soon as it is built.
 
     No process ever holds more of the model than its share and one layer.
     """
-    built = _partitioner(objective.config, context)
+    built = _partitioner(objective.config, objective.context)
     return LayerStack(objective.layer_plans(), objective.loss, built=built)
 
 

@@ -82,7 +82,6 @@ class Finetuning:
     @classmethod
     def open(
         cls,
-        config: RunConfig,
         objective: Finetuned,
         train: Samples,
         validation: ShardDataset,
@@ -93,10 +92,9 @@ class Finetuning:
         Raises:
             UserError: something does not fit; names the key.
         """
-        settings = objective.settings
+        config, settings, test = objective.config, objective.settings, None
         if settings.from_run is not None:
-            check_source(config, objective, train)
-        test = None
+            check_source(objective, train)
         if settings.test is not None:
             test = opener.held_out("finetune.test", settings.test, train)
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
@@ -309,11 +307,8 @@ def _reason_for_new_head(
     return None
 
 
-def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> None:
+def check_source(objective: Finetuned, train: Samples) -> None:
     """Reject a source run with another architecture, other tokens, or words that have changed.
-
-    Args:
-        config: config whose `finetune` section names a run.
 
     Raises:
         UserError: names the key.
@@ -324,7 +319,7 @@ def check_source(config: RunConfig, objective: Finetuned, train: Samples) -> Non
         source = load_run_config(Path(settings.from_run or ""))
         manifest = read_manifest(checkpoint)
         check_same_words(checkpoint, manifest.words, source)
-        difference = next(source_differences(source, config), None)
+        difference = next(source_differences(source, objective.config), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if difference is None and manifest.tokenizer != tokenizer:
             difference = f"was trained on other tokens than {train.directory} has"

@@ -201,7 +201,7 @@ def train_briefly(
     """
     with open_job(config, launch, device=device) as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         run.task.start(engine)
         if change is not None:
             change_last_bits(engine, config, change)

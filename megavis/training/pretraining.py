@@ -31,15 +31,14 @@ class Pretraining:
     stopping: EarlyStopping | None
 
     @classmethod
-    def open(
-        cls, config: RunConfig, objective: Trainable, validation: ShardDataset | None
-    ) -> Pretraining:
+    def open(cls, objective: Trainable, validation: ShardDataset | None) -> Pretraining:
         """Open the run that an encoder starts from, if any.
 
         Raises:
             UserError: it does not fit, or early stopping needs an accuracy that is not measured.
         """
-        encoder, patience = None, config.training.patience
+        config, encoder = objective.config, None
+        patience = config.training.patience
         if objective.pretrained_key is not None:
             with blame(objective.pretrained_key):
                 encoder = objective.pretrained()

@@ -123,13 +123,13 @@ class Trainer:
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
         task: Pretraining | Finetuning
         if (finetuned := finetuned_of(objective)) is None:
-            task = Pretraining.open(config, objective, held_out)
+            task = Pretraining.open(objective, held_out)
         else:
             # Imported here, since it imports evaluation and figures.
             from megavis.training.finetune import Finetuning
 
             assert held_out is not None, "required by the config's checks"
-            task = Finetuning.open(config, finetuned, train_data, held_out, opener)
+            task = Finetuning.open(finetuned, train_data, held_out, opener)
         return cls(config, context, objective, train_data, tokenizer, task)
 
     def train(self, signals: Signals, extra_callbacks: Sequence[Callback] = ()) -> None:
@@ -155,7 +155,7 @@ class Trainer:
                 prepare_folder(config, self.objective, self.train_data, first_step, context)
             count_restart(config.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
-        engine = Engine(config, self.objective, context)
+        engine = Engine(self.objective)
         # The engine survives a rollback: its process groups and compiled blocks stay, and loading a
         # checkpoint replaces everything that training has changed.
         while streak := self._train_from(found, engine, interruption, extra_callbacks):

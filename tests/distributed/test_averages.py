@@ -74,7 +74,7 @@ def test_bf16_gradients_are_reduced_in_float32(
 def first_weights(launch: Launch, config: RunConfig) -> dict[str, torch.Tensor]:
     """Return the initial master weights and buffers of a run."""
     with open_job(config, launch, device="cpu") as context:
-        engine = Engine(config, Trainer.open(config, context).objective, context)
+        engine = Engine(Trainer.open(config, context).objective)
         weights = dict(engine.layers.named_parameters())
         found = {name: engine.states.get(p, "weight").clone() for name, p in weights.items()}
         return found | {name: buffer.clone() for name, buffer in engine.layers.named_buffers()}
@@ -92,7 +92,7 @@ def test_initial_weights_match_one_process(run_job: Any, tiny_config: Path, prec
 def timeouts(launch: Launch, config: RunConfig) -> list[float]:
     """Return the collective timeout of each process group while the watchdog is active."""
     with open_job(config, launch, device="cpu") as context:
-        Engine(config, Trainer.open(config, context).objective, context)
+        Engine(Trainer.open(config, context).objective)
         AsyncFlag()
         with Watchdog(context, patience=config.training.hang_timeout):
             groups = list(dist.distributed_c10d._world.pg_map)

@@ -50,7 +50,7 @@ def tokens_of_logits(launch: Launch, config: RunConfig) -> list[int]:
     """Take a step; return the tokens for which this process computes logits in each pass."""
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         seen: list[int] = []
         head = engine.layers.modules[-1]
         head.register_forward_hook(lambda *passed: seen.append(len(passed[-1])))
@@ -99,7 +99,7 @@ def draws_of_steps(launch: Launch, config: RunConfig) -> list[torch.Tensor]:
     drawn = []
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         with run.loader(engine) as loader:
             for step in range(2):
                 engine.train_step(loader, step)

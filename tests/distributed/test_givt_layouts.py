@@ -123,7 +123,7 @@ def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
     )
     try:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         seen: dict[str, np.ndarray] = {}
         blocks = [m for m in engine.layers.modules if isinstance(m, Block)]
 

@@ -61,7 +61,7 @@ def train_and_sample(launch: Launch, config: RunConfig) -> tuple[list[float], li
     """Train a few steps; return losses, and the latents of five images made in three rounds."""
     with open_job(config, launch, device="cpu") as context:
         objective = OBJECTIVES[config.objective.name](config, context)
-        engine = Engine(config, objective, context)
+        engine = Engine(objective)
         with BatchLoader(
             ShardDataset(config.data.train),
             seed=0,

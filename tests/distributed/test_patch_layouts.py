@@ -120,7 +120,7 @@ def guided_samples(launch: Launch, config: RunConfig) -> tuple[list[list[int]], 
     """Train; return the ids of five images with guidance that grows, and with constant guidance."""
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         with run.loader(engine) as loader:
             for step in range(STEPS):
                 engine.train_step(loader, step)
@@ -151,7 +151,7 @@ def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
     counts = []
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         for name, parameter in engine.layers.named_parameters():
             if name == "embedding.encoder.norm.weight":
                 parameter.register_hook(lambda gradient: counts.append(1))
@@ -230,7 +230,7 @@ def positions_decoded(launch: Launch, config: RunConfig) -> set[int]:
     decoded = set()
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         head = engine.layers.modules[-1]
         head.decoder.register_forward_hook(lambda _, given, out: decoded.add(out.shape[1]))
         with run.loader(engine) as loader:
@@ -259,7 +259,7 @@ def dropped(launch: Launch, config: RunConfig) -> tuple[np.ndarray, np.ndarray, 
     decoded, embedded = [], []
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         reader, block, *_, head = engine.layers.modules
         embed = reader.embed_content
 

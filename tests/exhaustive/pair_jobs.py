@@ -22,7 +22,7 @@ def save_and_continue(launch: Launch, path: str, words: list[str], folder: Path)
     config = load_config(path, words).config
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         take_steps(run, engine, range(SAVED_STEP))
         save(run, engine, context, folder)
         return take_steps(run, engine, range(SAVED_STEP, STEPS))
@@ -37,7 +37,7 @@ def resume_from_each(
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
         for name, folder in saved.items():
-            engine = Engine(config, run.objective, context)
+            engine = Engine(run.objective)
             checkpoint = latest_checkpoint(folder)
             assert checkpoint is not None
             load_training_state(

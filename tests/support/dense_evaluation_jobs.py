@@ -24,7 +24,7 @@ def segmented_in(launch: Launch, config: RunConfig) -> PixelAccuracy:
     """Evaluate untrained weights on the validation images."""
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        inference = Inference(Engine(config, run.objective, context).layers, context)
+        inference = Inference(Engine(run.objective).layers, context)
         images = run.task.validation.dataset
         return evaluate_segmentation(inference, run.objective, images, batch_size=1)
 
@@ -37,7 +37,7 @@ def detected_in(launch: Launch, config: RunConfig) -> tuple[int, DetectionAccura
     """
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        inference = Inference(Engine(config, run.objective, context).layers, context)
+        inference = Inference(Engine(run.objective).layers, context)
         images = run.task.validation.dataset
         payloads = [detection._payload(images, place) for place in range(len(images))]
         truth = {

@@ -13,7 +13,7 @@ def trained_in(launch: Launch, config: RunConfig) -> tuple[float, set[str], set[
     """Train one step; return the loss, and the types of weights and of the head's outputs."""
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         run.task.start(engine)
         outputs: set[str] = set()
 

@@ -125,7 +125,7 @@ def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
             # The VAE of the preset is not at hand, so return latents without it.
             shape = objective.reads.shape
             objective.reads.of = lambda samples, index=None: torch.zeros(len(samples), *shape)
-        yield Engine(config, objective, context)
+        yield Engine(objective)
     finally:
         close_context()
 

@@ -33,7 +33,7 @@ def resume_costs(launch: Launch, path: str, words: list[str], run_folder: str) -
 
     config = load_config(path, words).config
     with open_job(config, launch, device="cpu") as context, pytest.MonkeyPatch.context() as patch:
-        engine = Engine(config, Trainer.open(config, context).objective, context)
+        engine = Engine(Trainer.open(config, context).objective)
         patch.setattr(restore, "CheckpointReader", opened)
         restore.load_training_state(
             chosen_checkpoint(Path(run_folder)),

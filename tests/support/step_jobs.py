@@ -29,7 +29,7 @@ def host_costs(launch: Launch, path: str, words: list[str], steps: int) -> HostC
     config = load_config(path, words).config
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         run.task.start(engine)
         accelerator = get_accelerator()
         calls: list[None] = []
@@ -74,7 +74,7 @@ def collectives(launch: Launch, path: str, words: list[str]) -> Collectives:
     config = load_config(path, words).config
     with open_job(config, launch, device="cpu") as context:
         run = Trainer.open(config, context)
-        engine = Engine(config, run.objective, context)
+        engine = Engine(run.objective)
         run.task.start(engine)
         with run.loader(engine) as loader:
             engine.train_step(loader, 0)

@@ -61,7 +61,8 @@ def test_images_without_labels_are_the_first_ones():
 
 def test_pretraining_is_not_validated_on_a_few_classes(capsys):
     config = SimpleNamespace(training=SimpleNamespace(patience=0, validation_images=256))
-    objective = SimpleNamespace(pretrained_key=None, context=SimpleNamespace(is_main=True))
-    task = Pretraining.open(config, objective, Labelled(np.arange(1000) // 100))
+    context = SimpleNamespace(is_main=True)
+    objective = SimpleNamespace(config=config, pretrained_key=None, context=context)
+    task = Pretraining.open(objective, Labelled(np.arange(1000) // 100))
     assert len(set(task.validation.labels.tolist())) == 10
     assert "is sorted by class: 256 of its 1,000 images" in capsys.readouterr().err

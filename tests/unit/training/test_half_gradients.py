@@ -12,7 +12,7 @@ pytestmark = pytest.mark.once
 def test_gradients_are_freed_when_they_are_added_up(tiny_config, context):
     config = load_config(tiny_config, ["training.precision=bf16", "parallel.zero_stage=1"]).config
     run = Trainer.open(config, context)
-    engine = Engine(config, run.objective, context)
+    engine = Engine(run.objective)
     sums, kept = [], []
     plain = engine.deepspeed.optimizer.step
 

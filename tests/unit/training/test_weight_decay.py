@@ -254,7 +254,7 @@ def trained_parameters(context, path, objective, words, zero_stage):
     path.write_text(text)
     words = [*(words or ()), f"parallel.zero_stage={zero_stage}"]
     built = build_objective(load_config(path, words).config, context)
-    layers = LocalLayers(built.layer_plans(), list(build_stack(built, context).layers))
+    layers = LocalLayers(built.layer_plans(), list(build_stack(built).layers))
     return {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
 
