@@ -19,7 +19,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import MANIFEST_NAME, Manifest
-from megavis.planning.live_storages import LiveStorages
+from megavis.planning.meta_device import LiveStorages
 from megavis.tokenizers.network_tokenizer import FrozenEncoder, initial_tokenizer, read_config
 
 # Two, so that no dimension of size 1 is broadcast.

@@ -37,10 +37,14 @@ from megavis.planning.activations import (
     ModelActivations,
     StackActivations,
 )
-from megavis.planning.flash_attention import FlashAttention
 from megavis.planning.layouts import LayoutKey, layout_key
-from megavis.planning.live_storages import LiveStorages, place_of, saved_tensors
-from megavis.planning.remembered_shapes import RememberedShapes
+from megavis.planning.meta_device import (
+    FlashAttention,
+    LiveStorages,
+    RememberedShapes,
+    place_of,
+    saved_tensors,
+)
 
 # A prime that divides no size of a model: a storage grows with the images if and only if its number
 # of bytes is a multiple. On the meta device many images take no longer than one.

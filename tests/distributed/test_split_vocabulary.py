@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megavis.model.heads import split_cross_entropy
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
-from megavis.planning.live_storages import num_bytes, saved_tensors
+from megavis.planning.meta_device import num_bytes, saved_tensors
 
 pytestmark = pytest.mark.once
 

@@ -26,8 +26,8 @@ from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.frozen_networks import frozen_networks
-from megavis.planning.live_storages import LiveStorages, num_bytes, place_of, saved_tensors
 from megavis.planning.measured_activations import activations_of_layouts
+from megavis.planning.meta_device import LiveStorages, num_bytes, place_of, saved_tensors
 from megavis.planning.shape import shape_of
 from megavis.planning.states import BUCKET, SMALLEST_BUCKET
 from megavis.training.engine import Engine

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from children import in_child
 
 from megavis.model import kernels
-from megavis.planning.live_storages import LiveStorages, num_bytes, saved_tensors
+from megavis.planning.meta_device import LiveStorages, num_bytes, saved_tensors
 
 pytestmark = pytest.mark.once
 

@@ -107,8 +107,8 @@ def test_planned_activations_match_autograd(two_stacks_of, checkpointing):
     """Both stacks, the bridge, embedding and head, on one stage and on two."""
     from megavis.planning.activation_memory import activation_memory
     from megavis.planning.layouts import Layout, layout_key
-    from megavis.planning.live_storages import num_bytes, saved_tensors
     from megavis.planning.measured_activations import activations_of
+    from megavis.planning.meta_device import num_bytes, saved_tensors
     from megavis.planning.shape import shape_of
 
     words = (f"parallel.activation_checkpointing={checkpointing}", "model.num_layers=4")

@@ -7,7 +7,7 @@ from tiny import BLOCK_OBJECTIVES, VIT, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.model.activations import with_recomputed
-from megavis.planning.live_storages import num_bytes, saved_tensors
+from megavis.planning.meta_device import num_bytes, saved_tensors
 
 SELECTIVE = "parallel.activation_checkpointing=selective"
 DROPOUT = ["model.hidden_dropout=0.2", "model.mlp_dropout=0.2", "model.drop_path=0.4"]

@@ -13,8 +13,8 @@ from megavis.papers import build_objective
 from megavis.parallel.device import DTYPES
 from megavis.planning.activation_memory import activation_memory
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.live_storages import num_bytes, saved_tensors
 from megavis.planning.measured_activations import activations_of
+from megavis.planning.meta_device import num_bytes, saved_tensors
 from megavis.planning.parameters import count_parameters
 from megavis.planning.shape import shape_of
 

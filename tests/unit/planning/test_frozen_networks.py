@@ -18,8 +18,8 @@ from megavis.planning.activation_memory import activation_memory
 from megavis.planning.devices import Cluster, open_device
 from megavis.planning.frozen_networks import encodes_images, frozen_networks
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.live_storages import LiveStorages
 from megavis.planning.measured_activations import activations_of
+from megavis.planning.meta_device import LiveStorages
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
 

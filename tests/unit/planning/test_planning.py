@@ -19,8 +19,8 @@ from megavis.planning.communication import Group, replica_group, transfers
 from megavis.planning.devices import Cluster, open_device
 from megavis.planning.host_time import MILLISECONDS
 from megavis.planning.layouts import Layout, layout_key
-from megavis.planning.live_storages import num_bytes, saved_tensors
 from megavis.planning.measured_activations import activations_of
+from megavis.planning.meta_device import num_bytes, saved_tensors
 from megavis.planning.parameters import LayerParameters, Layers, StackParameters
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of

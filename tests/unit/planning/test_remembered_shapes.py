@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megavis.planning.live_storages import LiveStorages, place_of
-from megavis.planning.remembered_shapes import RememberedShapes
+from megavis.planning.meta_device import LiveStorages, RememberedShapes, place_of
 
 X = torch.empty(4, 6, device="meta").t()
 
