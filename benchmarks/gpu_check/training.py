@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
-from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.restore import load_training_state
-from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
+from megavis.checkpoint.state.save import HostCopies, Snapshot, TrainingProgress, reserve_copies
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import Batch

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 from megavis.checkpoint.format.folder import prune, saved_steps
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
-from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.restore import (
     Found,
     load_training_state,
     newest_intact_checkpoint,
 )
-from megavis.checkpoint.state.save import Snapshot, TrainingProgress, reserve_copies
+from megavis.checkpoint.state.save import HostCopies, Snapshot, TrainingProgress, reserve_copies
 from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError, blame, permissions_needed

@@ -16,8 +16,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import partial_folder, publish, step_folder
@@ -35,7 +37,6 @@ from megavis.checkpoint.format.manifest import (
 )
 from megavis.checkpoint.format.tensor_files import open_tensors, save_tensors
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
-from megavis.checkpoint.state.host_copies import HostCopies
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
 from megavis.config.errors import UserError
 from megavis.data.format.files import flush_folder, make_within, sha256_of_file
@@ -60,6 +61,51 @@ class TrainingProgress:
     loss_scale: LossScale | None = None
     batches_skipped: int = 0
     losses: LossHistory = LossHistory()
+
+
+class HostCopies:
+    """Host memory for the copies of a snapshot, by name, kept from one save to the next.
+
+    The system allocates new memory page by page, on the first write: on a machine with an H100,
+    8.3 GB took 5.5 s to copy into new memory, and 0.6 s into memory that had been written before.
+    Training waits for a snapshot, so a thread writes to the memory once, before the first snapshot.
+
+    Args:
+        keeps: keep the memory of each copy for the next copy of that name, which overwrites it.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.keeps = keeps
+        self._kept: dict[str, Tensor] = {}
+        self._thread: Thread | None = None
+
+    def reserve(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Allocate memory for float32 tensors in a thread, if it is kept and not allocated yet."""
+        if self.keeps and self._thread is None and not self._kept:
+            self._thread = Thread(
+                target=self._touch, args=(dict(shapes),), name="host memory", daemon=True
+            )
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the memory is ready."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def copy(self, name: str, value: Tensor) -> Tensor:
+        """Return a contiguous copy of a tensor in host memory."""
+        if not self.keeps:
+            return value.detach().to("cpu", copy=True).contiguous()
+        self.wait()
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (value.shape, value.dtype):
+            kept = self._kept[name] = torch.empty(value.shape, dtype=value.dtype)
+        return kept.copy_(value.detach())
+
+    def _touch(self, shapes: Mapping[str, torch.Size]) -> None:
+        for name, shape in shapes.items():
+            # Fill explicitly, since the system provides zeros without touching the pages.
+            self._kept[name] = torch.zeros(shape).fill_(0)
 
 
 class Snapshot:

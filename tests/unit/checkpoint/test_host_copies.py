@@ -2,7 +2,7 @@
 
 import torch
 
-from megavis.checkpoint.state.host_copies import HostCopies
+from megavis.checkpoint.state.save import HostCopies
 
 
 def test_memory_is_made_ready_and_used_again():
