@@ -9,6 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def _gloo_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every process is a member"
+    return group
+
+
 class AsyncFlag:
     """A flag that any process can raise after one step and that all see after the next.
 
@@ -18,9 +24,7 @@ class AsyncFlag:
 
     def __init__(self) -> None:
         """Create the process group; collective over all processes of the job."""
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup), "every process is a member"
-        self._group = group
+        self._group = _gloo_group()
         self._flag = torch.zeros((), dtype=torch.uint8)
         self._work: dist.Work | None = None
 
@@ -63,9 +67,7 @@ class DelayedMean:
 
     def __init__(self) -> None:
         """Create the process group; collective over all processes of the job."""
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup), "every process is a member"
-        self._group = group
+        self._group = _gloo_group()
         self._copied: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self._sent: deque[tuple[int, Tensor, dist.Work]] = deque()
 

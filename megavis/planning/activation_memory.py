@@ -84,7 +84,10 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
         ),
         transit=images * _in_transit(shape, layout, stage, in_flight),
         outputs=images * _kept_outputs(measured, layout) * holds.is_last,
-        encoding=images * _encoding(shape) * (holds.is_first or holds.is_last),
+        # Frozen networks run one after another.
+        encoding=images
+        * max((network.working for network in shape.frozen), default=0.0)
+        * (holds.is_first or holds.is_last),
     )
 
 
@@ -164,11 +167,6 @@ def _more(layer: LayerActivations, more: Fp8Difference) -> LayerActivations:
         fixed=layer.fixed + more.fixed,
         backward=Growth(tuple(moments)),
     )
-
-
-def _encoding(shape: ModelShape) -> float:
-    """Return the peak bytes per image of the frozen networks, which run one after another."""
-    return max((network.working for network in shape.frozen), default=0.0)
 
 
 def _passing(stack: StackShape, layout: Layout) -> float:

@@ -55,17 +55,8 @@ def tensor_group(layout: Layout, devices_per_node: int) -> Group:
     return Group(layout.tensor, min(layout.tensor, devices_per_node))
 
 
-def context_group(layout: Layout, devices_per_node: int) -> Group:
-    """Return the context-parallel group, whose ranks are a tensor size apart."""
-    return _apart(layout.context, layout, devices_per_node)
-
-
-def replica_group(layout: Layout, devices_per_node: int) -> Group:
-    """Return the processes with the same weights, whose ranks are a tensor size apart."""
-    return _apart(layout.replicas, layout, devices_per_node)
-
-
-def _apart(size: int, layout: Layout, devices_per_node: int) -> Group:
+def group_apart(size: int, layout: Layout, devices_per_node: int) -> Group:
+    """Return a group whose ranks are a tensor size apart: of a context, or of equal weights."""
     return Group(size, max(1, min(size, devices_per_node // layout.tensor)))
 
 
@@ -108,9 +99,11 @@ def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[
     if layout.pipeline > 1:
         found += _pipeline_transfers(shape, layout, devices_per_node)
     if layout.context > 1:
-        found += _context_transfers(shape, layout, context_group(layout, devices_per_node))
+        contexts = group_apart(layout.context, layout, devices_per_node)
+        found += _context_transfers(shape, layout, contexts)
     if layout.replicas > 1:
-        found += _replica_transfers(shape, layout, replica_group(layout, devices_per_node))
+        replicas = group_apart(layout.replicas, layout, devices_per_node)
+        found += _replica_transfers(shape, layout, replicas)
     return found
 
 

@@ -149,6 +149,7 @@ def bench(
             return None
         mean, rate = fmean(seconds), config.training.batch_size / fmean(seconds)
         flops = objective.flops_per_image() + head
+        peak = peak_flops(clock.name, config.training.precision, objective.fp8_share())
         return BenchResult(
             device=clock.name,
             num_processes=context.world.size,
@@ -164,7 +165,7 @@ def bench(
             tokens_per_second=rate * objective.backbone.num_tokens,
             tflops_per_device=rate * flops / context.world.size / 1e12,
             product_tflops=product / 1e12,
-            peak_tflops=_peak(clock.name, objective),
+            peak_tflops=None if peak is None else peak / 1e12,
             memory_gb=memory / 1e9,
             parts=parts,
         )
@@ -304,11 +305,6 @@ def _product_rate(
     while (taken := clock.seconds(partial(multiply, count))) < _SHORTEST:
         count *= 2
     return count * operations / taken
-
-
-def _peak(device_name: str, objective: Trainable) -> float | None:
-    peak = peak_flops(device_name, objective.config.training.precision, objective.fp8_share())
-    return None if peak is None else peak / 1e12
 
 
 def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:

@@ -135,7 +135,8 @@ class Engine:
             # passed as one axis.
             num_dp=self.context.replicas.size,
         )
-        built, bounds = _partitioner(self.config, self.context), self._bounds(plans)
+        built = _partitioner(self.config, self.context)
+        bounds = stage_bounds(plans, self.context.pipeline.size)
         # One entry per stage: DeepSpeed's own partitioning ignores the workload of layers.
         stages = [
             LayerSpec(Stage, plans[start:stop], built, is_last=stop == len(plans))
@@ -145,16 +146,13 @@ class Engine:
             stages, topology=topology, loss_fn=self.objective.loss, partition_method="uniform"
         )
 
-    def _bounds(self, plans: list[LayerPlan]) -> list[int]:
-        """Return the first layer of each stage, and the number of layers."""
-        return stage_bounds(plans, self.context.pipeline.size)
-
     def _local_layers(self, plans: list[LayerPlan], module: Any) -> LocalLayers:
         if not self._pipelined:
             return LocalLayers(plans, list(module.layers))
-        bounds, stage = self._bounds(plans), self.context.pipeline.rank
+        pipeline = self.context.pipeline
+        first, stop = stage_bounds(plans, pipeline.size)[pipeline.rank : pipeline.rank + 2]
         (own,) = module.forward_funcs
-        return LocalLayers(plans[bounds[stage] : bounds[stage + 1]], list(own.layers))
+        return LocalLayers(plans[first:stop], list(own.layers))
 
     def train_step(self, batches: Iterator[Batch], step: int) -> Tensor:
         """Take one optimizer step on the next `accumulation_steps` micro-batches.

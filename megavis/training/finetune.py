@@ -176,19 +176,15 @@ class Finetuning:
             with_head=reason is None,
         )
 
-    def best_saved_step(self) -> int | None:
-        """Return the best step that has a checkpoint; None if there is none yet."""
-        return self.stopping.best_of(saved_steps(self.folder))
-
     def finish(self, engine: Engine) -> None:
         """Evaluate the best checkpoint; write and print the results, unless done before.
 
         The engine then holds that checkpoint's weights, so training cannot continue.
         """
+        best = self.stopping.best_of(saved_steps(self.folder))
+        is_done = all(path.exists() for path in self._results.values())
         # The folder may appear older on another node.
-        step, is_done = engine.context.from_main(
-            (self.best_saved_step(), all(path.exists() for path in self._results.values()))
-        )
+        step, is_done = engine.context.from_main((best, is_done))
         if step is None or is_done:
             return
         load_weights(step_folder(self.folder, step), engine.layers, engine.context)

@@ -1,7 +1,4 @@
-"""Start a run: join the job in the config's layout, lock and write the run folder, open the shards.
-
-A config or data that would change a resumed run is rejected.
-"""
+"""Join the launcher's job in the config's layout, and reject what the device does not support."""
 
 from __future__ import annotations
 

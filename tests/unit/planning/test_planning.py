@@ -15,7 +15,7 @@ from megavis.config.section import ParallelConfig
 from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory
-from megavis.planning.communication import Group, replica_group, transfers
+from megavis.planning.communication import Group, group_apart, transfers
 from megavis.planning.devices import Cluster, open_device
 from megavis.planning.host_time import MILLISECONDS
 from megavis.planning.layouts import Layout, layout_key
@@ -162,7 +162,7 @@ def test_all_reduce_bytes_by_link():
     assert Group(16, 8).sent(800.0, 2.0) == (1400.0, 100.0)
     assert Group(4, 1).sent(800.0, 1.0) == (0.0, 600.0)
     layout = layout_of(data=16, tensor_model_parallel_size=4)
-    assert replica_group(layout, 8) == Group(16, 2)
+    assert group_apart(layout.replicas, layout, 8) == Group(16, 2)
 
 
 def test_data_parallel_communication_by_zero_stage(shape):
