@@ -21,6 +21,7 @@ from megavis.commands.terminal import quietly
 from megavis.composition.classification import classifier_of
 from megavis.composition.finetuned import finetuned_of
 from megavis.config.errors import UserError, counted
+from megavis.config.section import ParallelConfig
 from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.data.loading.labels import check_count, check_labels, check_numbering
@@ -213,9 +214,8 @@ def layout_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[Par
         raise UserError(f"--tensor-parallel {tensor_size} does not divide the job's {processes}")
     with job_closed():
         with quietly():
-            context = open_context(
-                launch, tensor_model_parallel_size=tensor_size, device=args.device
-            )
+            layout = ParallelConfig(tensor_model_parallel_size=tensor_size)
+            context = open_context(launch, layout, device=args.device)
         require_compiled(context)
         yield context
 

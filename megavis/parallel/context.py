@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d
 
 from megavis.config.errors import UserError
+from megavis.config.section import ParallelConfig
 from megavis.parallel.device import (
     choose_device,
     device_kind,
@@ -41,6 +42,7 @@ from megavis.parallel.limits import allow_open_files
 
 Group = dist.ProcessGroup
 _Value = TypeVar("_Value")
+_DATA_PARALLEL = ParallelConfig()
 
 # For each open context, what restores what it replaced in this process: a command started later, by
 # a notebook for example, must not mistake itself for a rank of the job.
@@ -153,10 +155,8 @@ class ParallelContext:
 
 def open_context(
     launch: Launch,
+    parallel: ParallelConfig = _DATA_PARALLEL,
     *,
-    tensor_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
     device: str | None = None,
     timeout_seconds: float = MEETING_SECONDS,
     tf32: bool = False,
@@ -169,8 +169,7 @@ def open_context(
 
     Args:
         launch: rank and rendezvous of this process.
-        tensor_model_parallel_size: processes that share each layer.
-        context_parallel_size: processes that share the tokens of an image.
+        parallel: sizes of the groups; default: all processes are data-parallel.
         device: `cpu` or `cuda`; by default CUDA if available.
         tf32: see `set_arithmetic`.
         deterministic: see `set_arithmetic`.
@@ -186,8 +185,8 @@ def open_context(
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     place = choose_device(device, local_rank=launch.local_rank)
     require_device(place.type)
-    sizes = (tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size)
-    if _open and max(launch.world_size, dist.get_world_size(), *sizes) > 1:
+    num_processes = max(launch.world_size, parallel.model_parallel_size)
+    if _open and max(num_processes, dist.get_world_size()) > 1:
         raise UserError("this process has already joined a job; start the command in another one")
     select_device(place)
     with contextlib.ExitStack() as replaced:
@@ -203,7 +202,7 @@ def open_context(
             replaced.callback(dist.destroy_process_group)
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
         if not _open:
-            _make_groups(sizes, replaced, timeout_seconds)
+            _make_groups(parallel, replaced, timeout_seconds)
         context = _context_on(place)
         # Keep the stack only now: an error before this line undoes everything at once.
         _open.append(replaced.pop_all())
@@ -223,17 +222,16 @@ def _enter_job(launch: Launch, place: torch.device, replaced: contextlib.ExitSta
 
 
 def _make_groups(
-    sizes: tuple[int, int, int],
+    parallel: ParallelConfig,
     replaced: contextlib.ExitStack,
     timeout_seconds: float = MEETING_SECONDS,
 ) -> None:
-    """Make the groups of tensor, context and pipeline sizes, which `replaced` destroys."""
-    tensor, context, pipeline = sizes
+    """Make the groups of a layout, which `replaced` destroys."""
     replaced.callback(parallel_state.destroy_model_parallel)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        context_parallel_size=context,
-        pipeline_model_parallel_size=pipeline,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         # Megatron would use them for its own checkpoints and optimizers, which do not run here.
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_seconds / 60,
@@ -317,10 +315,8 @@ def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | N
 def open_virtual_context(
     rank: int,
     world_size: int,
+    parallel: ParallelConfig = _DATA_PARALLEL,
     *,
-    tensor_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
     device: Literal["cpu", "meta"] = "cpu",
 ) -> ParallelContext:
     """Act as one rank of a job of any size, to inspect what it would build.
@@ -329,8 +325,7 @@ def open_virtual_context(
 
     Args:
         world_size: processes of the job.
-        tensor_model_parallel_size: processes that share each layer.
-        context_parallel_size: processes that share the tokens of an image.
+        parallel: sizes of its groups.
         device: `meta` to run layers on shapes only.
 
     Raises:
@@ -348,8 +343,7 @@ def open_virtual_context(
         replaced.callback(setattr, sys, "excepthook", sys.excepthook)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         replaced.callback(dist.destroy_process_group)
-        sizes = (tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size)
-        _make_groups(sizes, replaced)
+        _make_groups(parallel, replaced)
         _open.append(replaced.pop_all())
     return _context_on(torch.device(device))
 

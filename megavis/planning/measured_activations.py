@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.model.attention import Attention
 from megavis.model.core import Block
 from megavis.model.feed_forward import FeedForward
@@ -61,13 +62,8 @@ def activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[LayoutKey, Mode
     found: dict[LayoutKey, ModelActivations] = {}
     ways = sorted(_ways(layouts).items())
     for (tensor, parts), group in itertools.groupby(ways, lambda way: way[0][:2]):
-        context = open_virtual_context(
-            0,
-            tensor * parts,
-            tensor_model_parallel_size=tensor,
-            context_parallel_size=parts,
-            device="meta",
-        )
+        sizes = ParallelConfig(tensor_model_parallel_size=tensor, context_parallel_size=parts)
+        context = open_virtual_context(0, tensor * parts, sizes, device="meta")
         try:
             found |= _in_context(dict(group), context)
         finally:

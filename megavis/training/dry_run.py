@@ -83,13 +83,7 @@ def dry_run(config: RunConfig, num_processes: int) -> Iterator[DryRunCheck]:
         " images per step",
     )
     # The last process has the last stage and the last partition of every matrix.
-    context = open_virtual_context(
-        num_processes - 1,
-        num_processes,
-        tensor_model_parallel_size=layout.tensor,
-        context_parallel_size=layout.context,
-        pipeline_model_parallel_size=layout.pipeline,
-    )
+    context = open_virtual_context(num_processes - 1, num_processes, config.parallel)
     try:
         yield from _with_data(config, layout, Trainer.open(config, context))
     except UserError as error:

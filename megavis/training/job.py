@@ -51,16 +51,14 @@ def open_job(
     _require_precision(config.training)
     _require_engine(config.training, place)
     _require_deterministic(config, place)
-    parallel, training = config.parallel, config.training
+    training = config.training
     with contextlib.ExitStack() as closing:
         closing.callback(choose_kernels, chosen_kernels())
         # Before any layer is built, since blocks then look up the library.
         choose_kernels(training.kernels)
         context = open_context(
             launch,
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            config.parallel,
             device=device,
             timeout_seconds=collective_timeout(training.hang_timeout),
             tf32=training.tf32,

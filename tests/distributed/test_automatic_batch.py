@@ -8,6 +8,7 @@ import torch
 from pretended_memory import PretendedMemory
 
 from megavis.config.errors import UserError
+from megavis.config.section import ParallelConfig
 from megavis.parallel.context import close_context, open_context
 from megavis.sampling.batches import Batches
 from megavis.sampling.pictures import write_npz
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.once
 
 def generate(launch, rooms, num_images, tensor_size, folder):
     """Draw images, and write them too, in `rooms[rank]` bytes; return sizes, images and chosen."""
-    context = open_context(launch, tensor_model_parallel_size=tensor_size, device="cpu")
+    layout = ParallelConfig(tensor_model_parallel_size=tensor_size)
+    context = open_context(launch, layout, device="cpu")
     try:
         memory = PretendedMemory(rooms[launch.rank], (0, 10))
 

@@ -8,6 +8,7 @@ import torch
 from layout_curves import make_config, with_layout
 
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.model.context_parallel import heads_to_tokens, tokens_to_heads
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
@@ -71,7 +72,7 @@ def test_each_process_has_logits_of_its_own_tokens(
 
 def traded(launch: Launch) -> list[torch.Tensor]:
     """Trade rows of 4 tokens, 1 image and 3 · 2 numbers on two processes, and trade them back."""
-    context = open_context(launch, context_parallel_size=2, device="cpu")
+    context = open_context(launch, ParallelConfig(context_parallel_size=2), device="cpu")
     try:
         whole = torch.arange(24.0).view(4, 1, 6)
         own = whole[2 * launch.rank : 2 * launch.rank + 2].clone().requires_grad_()

@@ -12,6 +12,7 @@ from torch import nn
 from megavis.composition.model import Model
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.model.core import Core
 from megavis.model.embeddings import WholeNorm
 from megavis.model.norms import Norm
@@ -62,7 +63,7 @@ def test_whole_norm_matches_one_process(run_job: Any, tiny_config: Path) -> None
 @pytest.mark.parametrize("nested", [False, True])
 def test_norm_of_split_tokens_raises(tiny_config: Path, nested: bool) -> None:
     norm = (lambda core: nn.Sequential(split_norm(core))) if nested else split_norm
-    context = open_virtual_context(0, 2, tensor_model_parallel_size=2)
+    context = open_virtual_context(0, 2, ParallelConfig(tensor_model_parallel_size=2))
     try:
         with with_a_norm(norm):
             objective = build_objective(load_config(tiny_config, WORDS).config, context)
@@ -74,7 +75,7 @@ def test_norm_of_split_tokens_raises(tiny_config: Path, nested: bool) -> None:
 
 def test_norm_of_split_tokens_is_right_without_sequence_parallelism(tiny_config: Path) -> None:
     """Nothing is split then, and both norms are the same."""
-    context = open_virtual_context(0, 2, tensor_model_parallel_size=2)
+    context = open_virtual_context(0, 2, ParallelConfig(tensor_model_parallel_size=2))
     try:
         with with_a_norm(functools.partial(split_norm)):
             config = load_config(tiny_config, [WORDS[0]]).config

@@ -22,6 +22,7 @@ from run_jobs import train_run
 from data_tools.__main__ import main as data_tools
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
+from megavis.config.section import ParallelConfig
 from megavis.data.loading.loader import BatchLoader
 from megavis.model.core import Block
 from megavis.notebook import Run
@@ -116,11 +117,7 @@ def test_masked_tokens_weigh_the_same_in_every_micro_batch(
 
 def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
     """Take a step; return activations of the first block in the last forward pass."""
-    context = open_context(
-        launch,
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        device="cpu",
-    )
+    context = open_context(launch, config.parallel, device="cpu")
     try:
         run = Trainer.open(config, context)
         engine = Engine(run.objective)
@@ -259,7 +256,7 @@ def split_outputs(
     launch: Launch, run_folder: str, inputs: np.ndarray, given: dict[str, torch.Tensor]
 ) -> np.ndarray:
     """Return the outputs of an imported run under tensor parallelism of all processes."""
-    open_context(launch, tensor_model_parallel_size=launch.world_size, device="cpu")
+    open_context(launch, ParallelConfig(tensor_model_parallel_size=launch.world_size), device="cpu")
     try:
         run = Run.open(run_folder, device="cpu")
         return run.outputs(torch.from_numpy(inputs), **given).numpy()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megavis.config.load import load_config
+from megavis.config.section import ParallelConfig
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
 from megavis.model.inference import Inference
@@ -65,7 +66,7 @@ def sample_after_training(launch, path, overrides, options=None):
 
 def sample_saved(launch, run_folder, tensor_size):
     """Open a run inside a job and sample 5 images."""
-    open_context(launch, tensor_model_parallel_size=tensor_size, device="cpu")
+    open_context(launch, ParallelConfig(tensor_model_parallel_size=tensor_size), device="cpu")
     try:
         return Run.open(run_folder).sample(5, seed=3, top_p=0.9, tokens=True).tolist()
     finally:

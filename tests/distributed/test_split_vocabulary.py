@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megavis.config.section import ParallelConfig
 from megavis.model.heads import split_cross_entropy
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
@@ -40,7 +41,7 @@ class Collectives(TorchDispatchMode):
 
 def own_part(launch: Launch, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return losses, this process's gradient, the bytes saved, and collectives of both passes."""
-    context = open_context(launch, tensor_model_parallel_size=2, device="cpu")
+    context = open_context(launch, ParallelConfig(tensor_model_parallel_size=2), device="cpu")
     try:
         logits, ids, slopes = draw()
         own = logits.to(dtype).chunk(2, dim=2)[launch.rank].contiguous().requires_grad_()

@@ -111,14 +111,7 @@ def _receiving(engine) -> int:
 @contextlib.contextmanager
 def engine_of(launch: Launch, config: RunConfig) -> Iterator[Engine]:
     """Open an engine for a config's layout."""
-    parallel = config.parallel
-    context = open_context(
-        launch,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        device="cpu",
-    )
+    context = open_context(launch, config.parallel, device="cpu")
     try:
         objective = build_objective(config, context)
         if config.objective.name == "givt_encoder_decoder" and not _encodes(objective):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from children import in_child
 
 from megavis.config.errors import UserError
+from megavis.config.section import ParallelConfig
 from megavis.parallel import context
 from megavis.parallel.context import (
     close_context,
@@ -70,7 +71,7 @@ def test_a_job_of_several_processes_needs_its_own(brief_context, launch, sizes, 
     if launch:
         launch = {**launch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(UserError, match=message):
-        open_context(read_launch(launch), device="cpu", **sizes)
+        open_context(read_launch(launch), ParallelConfig(**sizes), device="cpu")
     with pytest.raises(UserError, match="pretends to be one of several processes"):
         open_virtual_context(0, 2)
     assert num_contexts() == 1
@@ -78,7 +79,7 @@ def test_a_job_of_several_processes_needs_its_own(brief_context, launch, sizes, 
 
 def test_a_failure_while_opening_leaves_no_job():
     with pytest.raises(RuntimeError, match="world_size"):
-        open_context(read_launch({}), tensor_model_parallel_size=2, device="cpu")
+        open_context(read_launch({}), ParallelConfig(tensor_model_parallel_size=2), device="cpu")
     assert (num_contexts(), dist.is_initialized()) == (0, False)
     open_context(read_launch({}), device="cpu")
     close_context()
