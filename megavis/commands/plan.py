@@ -34,11 +34,12 @@ from megavis.planning.data_rates import (
     DataRates,
     complaints,
     data_json,
+    encodes_images,
     find_needs,
     rate_lines,
 )
 from megavis.planning.devices import Cluster, open_device
-from megavis.planning.frozen_networks import encodes_images, frozen_networks
+from megavis.planning.frozen_networks import frozen_networks
 from megavis.planning.host_time import read_measured
 from megavis.planning.layouts import Layout, all_layouts, with_layout
 from megavis.planning.measured_activations import activations_of_layouts
@@ -123,7 +124,7 @@ def measure(
         context = open_context(read_launch({}), device=joined_device("cpu"))
         objective = build_objective(config, context)
         shape = shape_of(objective, {})
-        encoders = objective.frozen_encoders if encodes_images(config) else ()
+        encoders = objective.frozen_encoders if encodes_images(config.data) else ()
         frozen, uncounted = frozen_networks(encoders, tokenizers)
         shape = replace(shape, frozen=frozen, uncounted=uncounted)
     layouts = all_layouts(config, num_processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ from megavis.planning.devices import Cluster
 from megavis.planning.plan import Plan
 
 _TRIES = 2
+_ENCODED = ("latents", "ids")
+"""Kinds of shards that hold a tokenizer's outputs, so that none runs in training."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,15 @@ def find_needs(data: DataConfig) -> DataNeeds | str:
     except (UserError, OSError) as error:
         return str(error)
     return data_needs(data, manifests, allowed_open_files())
+
+
+def encodes_images(data: DataConfig) -> bool:
+    """Return whether training reads images; data that cannot be read are assumed to be images."""
+    for source in data.train_sources:
+        with contextlib.suppress(UserError, OSError):
+            if _manifest(source.path).kind in _ENCODED:
+                return False
+    return True
 
 
 def _manifest(path: str) -> Manifest:

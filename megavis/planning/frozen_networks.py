@@ -17,15 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.config.schema import RunConfig
-from megavis.data.format.manifest import MANIFEST_NAME, Manifest
 from megavis.planning.meta_device import LiveStorages
 from megavis.tokenizers.network_tokenizer import FrozenEncoder, initial_tokenizer, read_config
 
 # Two, so that no dimension of size 1 is broadcast.
 _IMAGES = 2
-_ENCODED = ("latents", "ids")
-"""Kinds of shards that hold a tokenizer's outputs, so that none runs in training."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +79,6 @@ def frozen_networks(
             f"--tokenizer: {known[name][1]} is the config of {name}; images are encoded by {runs}"
         )
     return tuple(counted), tuple(missing)
-
-
-def encodes_images(config: RunConfig) -> bool:
-    """Return whether training reads images; unavailable data is assumed to be images."""
-    train = config.data.train
-    folders = [train] if isinstance(train, str) else [source.path for source in train]
-    present = [folder for folder in folders if (Path(folder) / MANIFEST_NAME).exists()]
-    return all(Manifest.read(folder).kind not in _ENCODED for folder in present)
 
 
 def _measured(encoder: FrozenEncoder, config: Mapping[str, Any], where: Path) -> FrozenNetwork:

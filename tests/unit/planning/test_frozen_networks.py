@@ -15,8 +15,9 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory
+from megavis.planning.data_rates import encodes_images
 from megavis.planning.devices import Cluster, open_device
-from megavis.planning.frozen_networks import encodes_images, frozen_networks
+from megavis.planning.frozen_networks import frozen_networks
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.measured_activations import activations_of
 from megavis.planning.meta_device import LiveStorages
@@ -119,10 +120,12 @@ def test_stages_that_load_images_encode_them(context, tmp_path):
 
 def test_shards_of_latents_need_no_encoder(tmp_path):
     config = load_config(PRESETS / "givt/causal_default.yaml").config
-    assert encodes_images(config)
+    assert encodes_images(config.data)
     write_latent_shards(tmp_path, shape=(4, 4, 4), num_classes=2, num_images=4)
     data = config.data.model_copy(update={"train": str(tmp_path)})
-    assert not encodes_images(config.model_copy(update={"data": data}))
+    assert not encodes_images(data)
+    remote = data.model_copy(update={"train": f"file://{tmp_path}"})
+    assert not encodes_images(remote), "shards at a URL are latents too"
 
 
 def test_config_of_another_network_is_refused(context):
