@@ -21,16 +21,16 @@ fi
 # shellcheck source=launch/environment.sh
 source "$(dirname "$0")/environment.sh"
 
-options=()
-if [[ -n ${HOSTFILE:-} ]]; then
-  [[ -r $HOSTFILE ]] || { echo "deepspeed.sh: $HOSTFILE cannot be read" >&2; exit 2; }
-  options+=(--hostfile "$HOSTFILE")
-fi
-
 fail() {
   echo "deepspeed.sh: $1" >&2
   exit 2
 }
+
+options=()
+if [[ -n ${HOSTFILE:-} ]]; then
+  [[ -r $HOSTFILE ]] || fail "$HOSTFILE cannot be read"
+  options+=(--hostfile "$HOSTFILE")
+fi
 
 # Print the first PROCESSES of the visible GPUs, all without it. CUDA uses the entries of
 # CUDA_VISIBLE_DEVICES up to the first invalid one.

@@ -262,6 +262,12 @@ givt-dense() {
     runs/givt_demo_vae_depth
 }
 
+# vqgan_32: the tokenizer of the papers that read ids.
+vqgan_32() {
+  step "train a VQGAN of 256 ids for 600 steps of 32 images" \
+    megavis train yaml_configs/gvp/demo_vqgan.yaml
+}
+
 gvp() {
   local run=runs/gvp_demo$tag ids=runs/gvp_demo_d2d$tag vqgan=runs/gvp_demo_vqgan part
   letters_32
@@ -270,8 +276,7 @@ gvp() {
   probe "$run" 32
   step "predict hidden patches, all at once and in groups" \
     megavis figure groups "$run" --images demo/validation_32
-  step "train a VQGAN of 256 ids for 600 steps of 32 images" \
-    megavis train yaml_configs/gvp/demo_vqgan.yaml
+  vqgan_32
   step "reconstruct 1,000 letters in unseen fonts" \
     megavis evaluate reconstruction "$vqgan" --images demo/validation_32 --num-images 1000
   for part in train selection validation; do
@@ -361,12 +366,6 @@ aim() {
   step "train an attentive probe to classify letters" \
     megavis finetune yaml_configs/aim/probe_demo.yaml $(seeded aim_probe_demo aim_demo)
   finish "$run" "runs/aim_probe_demo$tag"
-}
-
-# vqgan_32: the tokenizer of the papers that read ids, which GVP's demo trains too.
-vqgan_32() {
-  step "train a VQGAN of 256 ids for 600 steps of 32 images" \
-    megavis train yaml_configs/gvp/demo_vqgan.yaml
 }
 
 rar() {
