@@ -379,12 +379,22 @@ def run_training(config: RunConfig, launch: Launch, *, device: str | None = None
     Raises:
         UserError: the run cannot be trained with this config.
     """
-    check_dashboards(config.logging)
     job = open_job(config, launch, device=device)
     # Handle signals before joining the job: a signal that ended this process while it joins would
     # leave the others waiting.
     with forgiving_messages(), Signals() as signals, job as context:
-        with permissions_needed():
-            run = Trainer.open(config, context)
-        with hold_run(config.folder, context), evaluate_during(config, context):
-            run.train(signals)
+        train_in_job(config, context, signals)
+
+
+def train_in_job(
+    config: RunConfig,
+    context: ParallelContext,
+    signals: Signals,
+    extra_callbacks: Sequence[Callback] = (),
+) -> None:
+    """Open a run in a job of its layout, and train it; raises as `run_training` and `train`."""
+    check_dashboards(config.logging)
+    with permissions_needed():
+        run = Trainer.open(config, context)
+    with hold_run(config.folder, context), evaluate_during(config, context):
+        run.train(signals, extra_callbacks)

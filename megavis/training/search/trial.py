@@ -21,10 +21,9 @@ from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import Callback
 from megavis.training.callbacks.validation import EarlyStopping, accuracy_history
 from megavis.training.faults.bad_steps import BadStepsError
-from megavis.training.faults.interruption import Signals
+from megavis.training.faults.interruption import Signals, forgiving_messages
 from megavis.training.metrics import read_metrics
-from megavis.training.run_folder import hold_run
-from megavis.training.trainer import Trainer
+from megavis.training.trainer import train_in_job
 
 _GIVEN_UP = "given_up.json"
 _WITHOUT_RESULT = (
@@ -92,10 +91,9 @@ def train_trial(
     Called on every process. `callbacks` run after the config's after each step.
     """
     folder = config.folder
-    run = Trainer.open(config, context)
     try:
-        with Signals() as signals, hold_run(folder, context):
-            run.train(signals, callbacks)
+        with forgiving_messages(), Signals() as signals:
+            train_in_job(config, context, signals, callbacks)
     except BadStepsError as error:
         if context.is_main:
             give_up(folder, step=error.step, steps=config.training.steps, reason=str(error))

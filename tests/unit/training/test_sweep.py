@@ -1,5 +1,6 @@
 """Sweeps: grid parsing, run names, chained runs and figures."""
 
+import contextlib
 import csv
 import json
 import math
@@ -12,6 +13,7 @@ from tiny import tiny
 from megavis.cli import main
 from megavis.config.arguments import SweepAxis
 from megavis.evaluation.features import cached_features
+from megavis.training import trainer
 from megavis.training.engine import Engine
 from megavis.training.search import sweep
 from megavis.training.search.sweep import plot_sweep, points_of
@@ -117,6 +119,20 @@ def test_diverging_point_is_given_up_and_the_others_are_trained(config, monkeypa
         assert float(second["score"]) > 0
     run = config.parent / "tiny-learning_rate-2"
     assert json.loads((run / "given_up.json").read_text())["step"] == 3
+
+
+def test_runs_of_a_sweep_are_evaluated_like_others(config, monkeypatch):
+    evaluated = []
+
+    @contextlib.contextmanager
+    def evaluate_during(config, context):
+        yield
+        evaluated.append((config.name, config.evaluation.what))
+
+    monkeypatch.setattr(trainer, "evaluate_during", evaluate_during)
+    words = ["--grid", "seed=3", "--measure", "loss", "evaluation={what: [loss]}"]
+    assert main(["sweep", str(config), "--device", "cpu", *words]) == 0
+    assert evaluated == [("tiny-seed-3", ("loss",))]
 
 
 def test_index_out_of_range_is_refused(config, capsys):
