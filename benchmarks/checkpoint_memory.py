@@ -46,13 +46,11 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     parameters = [4 * logical_shape(p).numel() for _, p in engine.layers.named_parameters()]
     sizes = [size for size in parameters for _ in range(KINDS)]
     progress = TrainingProgress(step=1, samples_seen=1, seed=0, tokenizer=None)
-    state: dict[str, Any] = {"layers": engine.layers, "states": engine.states, "context": context}
-
-    snapshot, copying = growth(lambda: Snapshot(Path(folder), progress, **state))
+    snapshot, copying = growth(lambda: Snapshot(Path(folder), progress, engine.states))
     _, writing = growth(snapshot.write)
     snapshot.publish()
     checkpoint = Path(folder) / "checkpoints" / "step-00000001"
-    _, loading = growth(lambda: load_training_state(checkpoint, **state))
+    _, loading = growth(lambda: load_training_state(checkpoint, engine.states))
     close_context()
     share = shares(sizes, context.data.size)[context.data.rank]
     return {

@@ -58,8 +58,7 @@ class Trainer:
 
     def prepare_snapshots(self) -> None:
         """Allocate host memory for snapshots, as training does after its first step, and wait."""
-        engine = self.engine
-        reserve_copies(self.copies, engine.layers, engine.states, engine.context)
+        reserve_copies(self.copies, self.engine.states)
         self.copies.wait()
 
     def snapshot(self, folder: Path) -> Snapshot:
@@ -72,14 +71,7 @@ class Trainer:
             seed=config.seed,
             tokenizer=None,
         )
-        return Snapshot(
-            folder,
-            progress,
-            layers=self.engine.layers,
-            states=self.engine.states,
-            context=self.engine.context,
-            copies=self.copies,
-        )
+        return Snapshot(folder, progress, self.engine.states, self.copies)
 
     def save(self, folder: Path) -> Path:
         """Write a run folder with a checkpoint; return the folder."""
@@ -93,11 +85,5 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Continue from the newest checkpoint of a run folder."""
-        engine = self.engine
-        manifest = load_training_state(
-            chosen_checkpoint(folder),
-            layers=engine.layers,
-            states=engine.states,
-            context=engine.context,
-        )
+        manifest = load_training_state(chosen_checkpoint(folder), self.engine.states)
         self.steps_taken = manifest.step

@@ -101,10 +101,14 @@ class Engine:
         self.deepspeed.timers = NoopTimer()
         decay = config.optimizer.ema_decay
         self.states = ParameterStates(
-            self.deepspeed, config.parallel.zero_stage, averages=decay > 0
+            self.deepspeed,
+            self.layers,
+            context,
+            zero_stage=config.parallel.zero_stage,
+            averages=decay > 0,
         )
         # After DeepSpeed's first use of the optimizer, which is not a training step.
-        self._average = WeightAverage(decay, self.layers, self.states) if decay else None
+        self._average = WeightAverage(decay, self.states) if decay else None
 
     def _open(self, module: Any, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
         if self._pipelined and self.config.parallel.zero_stage > 1:

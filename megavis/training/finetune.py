@@ -168,13 +168,7 @@ class Finetuning:
             start = f"is new: {reason}" if reason else f"continues from {checkpoint}"
             sys.stdout.write(f"the head {start}\n")
             sys.stdout.flush()
-        start_from_weights(
-            checkpoint,
-            layers=engine.layers,
-            states=engine.states,
-            context=engine.context,
-            with_head=reason is None,
-        )
+        start_from_weights(checkpoint, engine.states, with_head=reason is None)
 
     def finish(self, engine: Engine) -> None:
         """Evaluate the best checkpoint; write and print the results, unless done before.

@@ -35,7 +35,6 @@ from megavis.model.parameters import (
     is_first_copy,
     options_of,
 )
-from megavis.model.stack import LocalLayers
 from megavis.training.adafactor import Adafactor, Slice, sum_over
 
 _TRUST = 1e-3
@@ -305,8 +304,8 @@ class GradientNorm:
 class WeightAverage:
     """EMA of the weights, which replaces them during evaluation."""
 
-    def __init__(self, decay: float, layers: LocalLayers, states: ParameterStates) -> None:
-        self.decay, self.layers, self.states = decay, layers, states
+    def __init__(self, decay: float, states: ParameterStates) -> None:
+        self.decay, self.states = decay, states
         states.optimizer.register_step_post_hook(self._after_step)
 
     @torch.no_grad()
@@ -339,6 +338,6 @@ class WeightAverage:
         self._show("weight")
 
     def _show(self, kind: TensorKind) -> None:
-        for _, parameter in self.layers.named_parameters():
+        for _, parameter in self.states.layers.named_parameters():
             if parameter.requires_grad:
                 self.states.show(parameter, kind)

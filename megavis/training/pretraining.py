@@ -66,9 +66,7 @@ class Pretraining:
     def start(self, engine: Engine) -> None:
         """Load the encoder's weights, if another run has them."""
         if self.encoder is not None:
-            start_encoder(
-                self.encoder, layers=engine.layers, states=engine.states, context=engine.context
-            )
+            start_encoder(self.encoder, engine.states)
 
     def finish(self, engine: Engine) -> None:
         """Record the best step, with early stopping."""

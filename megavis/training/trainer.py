@@ -186,7 +186,7 @@ class Trainer:
             config.checkpoint,
             functools.partial(self._snapshot, bad_steps=bad_steps, start=start),
             published=self._prune,
-            prepare=lambda: reserve_copies(self.copies, engine.layers, engine.states, context),
+            prepare=lambda: reserve_copies(self.copies, engine.states),
         )
         validate = self._validate(interruption)
         extra = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
@@ -230,9 +230,7 @@ class Trainer:
             self.task.start(engine)
             return
         folder, manifest = found
-        load_training_state(
-            folder, layers=engine.layers, states=engine.states, context=self.context
-        )
+        load_training_state(folder, engine.states)
         engine.restore_loss_scale(manifest.loss_scale)
 
     def loader(self, engine: Engine, first_batch: int = 0) -> BatchLoader:
@@ -346,14 +344,7 @@ class Trainer:
             batches_skipped=bad_steps.batches_skipped,
             losses=bad_steps.judge.history,
         )
-        return Snapshot(
-            self.config.folder,
-            progress,
-            layers=engine.layers,
-            states=engine.states,
-            context=self.context,
-            copies=self.copies,
-        )
+        return Snapshot(self.config.folder, progress, engine.states, self.copies)
 
     def _prune(self) -> None:
         if self.context.is_main:

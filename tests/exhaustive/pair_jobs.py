@@ -1,13 +1,11 @@
 """Jobs for worker processes: save in one layout, resume in another from every saved layout."""
 
 from pathlib import Path
-from typing import Any
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.state.restore import load_training_state
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.config.load import load_config
-from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
@@ -24,7 +22,7 @@ def save_and_continue(launch: Launch, path: str, words: list[str], folder: Path)
         run = Trainer.open(config, context)
         engine = Engine(run.objective)
         take_steps(run, engine, range(SAVED_STEP))
-        save(run, engine, context, folder)
+        save(run, engine, folder)
         return take_steps(run, engine, range(SAVED_STEP, STEPS))
 
 
@@ -40,10 +38,8 @@ def resume_from_each(
             engine = Engine(run.objective)
             checkpoint = latest_checkpoint(folder)
             assert checkpoint is not None
-            load_training_state(
-                checkpoint, layers=engine.layers, states=engine.states, context=context
-            )
-            save(run, engine, context, output / name)
+            load_training_state(checkpoint, engine.states)
+            save(run, engine, output / name)
             losses[name] = take_steps(run, engine, range(SAVED_STEP, STEPS))
     return losses
 
@@ -55,12 +51,11 @@ def take_steps(run: Trainer, engine: Engine, steps: range) -> list[float]:
         return [engine.mean_over_data(engine.train_step(loader, step)) for step in steps]
 
 
-def save(run: Trainer, engine: Engine, context: ParallelContext, folder: Path) -> None:
+def save(run: Trainer, engine: Engine, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {"layers": engine.layers, "states": engine.states}
     progress = TrainingProgress(
         step=SAVED_STEP, samples_seen=0, seed=run.config.seed, tokenizer=run.tokenizer
     )
-    snapshot = Snapshot(folder, progress, **settings, context=context)
+    snapshot = Snapshot(folder, progress, engine.states)
     snapshot.write()
     snapshot.publish()

@@ -35,12 +35,7 @@ def resume_costs(launch: Launch, path: str, words: list[str], run_folder: str) -
     with open_job(config, launch, device="cpu") as context, pytest.MonkeyPatch.context() as patch:
         engine = Engine(Trainer.open(config, context).objective)
         patch.setattr(restore, "CheckpointReader", opened)
-        restore.load_training_state(
-            chosen_checkpoint(Path(run_folder)),
-            layers=engine.layers,
-            states=engine.states,
-            context=context,
-        )
+        restore.load_training_state(chosen_checkpoint(Path(run_folder)), engine.states)
         return ResumeCosts(readers[0].bytes_read, _kept(engine, config.parallel.zero_stage))
 
 

@@ -21,6 +21,8 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.manifest import TensorKind
+from megavis.model.stack import LocalLayers
+from megavis.parallel.context import ParallelContext
 
 AVERAGE: TensorKind = "average"
 """EMA of the weights; also its key in the optimizer's state."""
@@ -30,11 +32,24 @@ class ParameterStates:
     """Read and write the training state of parameters inside a DeepSpeed engine.
 
     All methods are collective over the data-parallel group: call them for the same parameters.
-    `averages`: the engine keeps an EMA of the weights.
+
+    Attributes:
+        layers: the layers of this process, whose parameters these are.
+        context: the job.
+        averages: whether the engine keeps an EMA of the weights.
     """
 
-    def __init__(self, engine: Any, zero_stage: int, *, averages: bool = False) -> None:
-        self._engine, self._zero_stage, self.averages = engine, zero_stage, averages
+    def __init__(
+        self,
+        engine: Any,
+        layers: LocalLayers,
+        context: ParallelContext,
+        *,
+        zero_stage: int,
+        averages: bool,
+    ) -> None:
+        self._engine, self._zero_stage = engine, zero_stage
+        self.layers, self.context, self.averages = layers, context, averages
 
     def kinds(self, parameter: nn.Parameter) -> tuple[TensorKind, ...]:
         """Return the kinds of state that a parameter has; a frozen one has only a weight."""

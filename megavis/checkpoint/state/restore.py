@@ -45,9 +45,7 @@ names and sizes, a minute by default on NFS."""
 _LOOK_SECONDS = 1.0
 
 
-def load_training_state(
-    folder: Path, *, layers: LocalLayers, states: ParameterStates, context: ParallelContext
-) -> CheckpointManifest:
+def load_training_state(folder: Path, states: ParameterStates) -> CheckpointManifest:
     """Load weights, moments and step count into a DeepSpeed engine of any layout.
 
     The files of `folder` must be verified already (`newest_intact_checkpoint`). Raises UserError on
@@ -57,60 +55,47 @@ def load_training_state(
         averages = states.averages and reader.evaluated == AVERAGE
         # torch creates states in its first step, which is too late to set them.
         states.create_states(reader.manifest.optimizer_step, with_average=averages)
-        for name, parameter in layers.named_parameters():
+        for name, parameter in states.layers.named_parameters():
             for kind in states.kinds(parameter):
                 held = states.held(parameter, kind)
-                values = _elements(reader, f"{kind}/{name}", held, parameter, context)
+                values = _elements(reader, f"{kind}/{name}", held, parameter, states.context)
                 states.set_held(parameter, kind, values)
-        _fill_buffers(reader, layers)
+        _fill_buffers(reader, states.layers)
         return reader.manifest
 
 
-def start_from_weights(
-    folder: Path,
-    *,
-    layers: LocalLayers,
-    states: ParameterStates,
-    context: ParallelContext,
-    with_head: bool = False,
-) -> None:
+def start_from_weights(folder: Path, states: ParameterStates, *, with_head: bool = False) -> None:
     """Load another run's weights into a DeepSpeed engine of any layout, before its first step.
 
     Parameters that declare so (`Start`) keep their initial weights, unless `with_head`: both runs
     have the same head of a task. Raises UserError on every process if a file is damaged or the
     model differs.
     """
-    folder, _ = check_files(folder, context)
+    folder, _ = check_files(folder, states.context)
     with CheckpointReader(folder) as reader:
         if with_head:
             # All buffers are batch-norm statistics in the head.
-            _fill_buffers(reader, layers)
-        for name, parameter in layers.named_parameters():
+            _fill_buffers(reader, states.layers)
+        for name, parameter in states.layers.named_parameters():
             is_saved = f"weight/{name}" in reader.manifest.tensors
             if (with_head and is_saved) or not starts_fresh(parameter, is_saved=is_saved):
                 held = states.held(parameter, "weight")
-                values = _weight(reader, name, held, parameter, context)
+                values = _weight(reader, name, held, parameter, states.context)
                 states.set_held(parameter, "weight", values)
 
 
-def start_encoder(
-    pretrained: StartingWeights,
-    *,
-    layers: LocalLayers,
-    states: ParameterStates,
-    context: ParallelContext,
-) -> None:
+def start_encoder(pretrained: StartingWeights, states: ParameterStates) -> None:
     """Load the weights of an encoder into a DeepSpeed engine of any layout, before its first step.
 
     All other weights keep their initial values. Raises UserError on every process if a file is
     damaged or lacks a tensor.
     """
-    folder, _ = check_files(pretrained.checkpoint, context)
+    folder, _ = check_files(pretrained.checkpoint, states.context)
     with CheckpointReader(folder) as reader:
-        for name, parameter in layers.named_parameters():
+        for name, parameter in states.layers.named_parameters():
             whole = pretrained.tensor(reader, name)
             if whole is not None:
-                states.set(parameter, "weight", own_slice(whole, parameter, context))
+                states.set(parameter, "weight", own_slice(whole, parameter, states.context))
 
 
 def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> CheckpointManifest:

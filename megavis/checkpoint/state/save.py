@@ -41,7 +41,6 @@ from megavis.checkpoint.state.parameter_states import ParameterStates, logical_s
 from megavis.config.errors import UserError
 from megavis.data.format.files import flush_folder, make_within, sha256_of_file
 from megavis.model.parameters import is_first_copy, partition_dimension
-from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.progress_bar import shown
 
@@ -119,20 +118,17 @@ class Snapshot:
         self,
         run_folder: Path,
         progress: TrainingProgress,
-        *,
-        layers: LocalLayers,
         states: ParameterStates,
-        context: ParallelContext,
         copies: HostCopies | None = None,
     ) -> None:
-        self.step = progress.step
+        self.step, context = progress.step, states.context
         self._run_folder, self._progress, self._context = run_folder, progress, context
         self._partial = partial_folder(run_folder, progress.step)
         if context.is_main:
             shutil.rmtree(self._partial, ignore_errors=True)
         self._file = f"rank-{context.world.rank:05d}.safetensors"
         copies = copies or HostCopies(keeps=False)
-        self._tensors, self._entries = _collect(self._file, layers, states, context, copies)
+        self._tensors, self._entries = _collect(self._file, states, copies)
         self._optimizer_step = states.optimizer_step()
         self._stored: StoredFile | None = None
         # Assume failure until the writer succeeds: a thread may die without an exception.
@@ -185,13 +181,10 @@ class Snapshot:
 
 
 def _collect(
-    file: str,
-    layers: LocalLayers,
-    states: ParameterStates,
-    context: ParallelContext,
-    copies: HostCopies,
+    file: str, states: ParameterStates, copies: HostCopies
 ) -> tuple[dict[str, Tensor], dict[str, LogicalTensor]]:
     """Return the slices that this process writes, and their entries in the manifest."""
+    context = states.context
     tensors: dict[str, Tensor] = {}
     entries: dict[str, LogicalTensor] = {}
 
@@ -199,38 +192,35 @@ def _collect(
         entries[key] = _entry(value, dimension, file, key, context)
         tensors[key] = copies.copy(key, value)
 
-    for key, parameter, kind, is_mine in _states_of(layers, states, context):
+    for key, parameter, kind, is_mine in _states_of(states):
         # On every process, including those that do not write it: gathering is collective.
         value = states.get(parameter, kind)
         if is_mine:
             add(key, value, partition_dimension(parameter))
-    for name, buffer in layers.named_buffers():
+    for name, buffer in states.layers.named_buffers():
         if context.replicas.rank == 0 and context.tensor.rank == 0:
             add(f"weight/{name}", buffer.float(), None)
     return tensors, entries
 
 
-def _states_of(
-    layers: LocalLayers, states: ParameterStates, context: ParallelContext
-) -> Iterator[tuple[str, nn.Parameter, TensorKind, bool]]:
+def _states_of(states: ParameterStates) -> Iterator[tuple[str, nn.Parameter, TensorKind, bool]]:
     """Yield key, parameter and kind of each state, and whether this process writes it."""
-    load = [0] * context.replicas.size
-    for name, parameter in layers.named_parameters():
+    replicas = states.context.replicas
+    load = [0] * replicas.size
+    for name, parameter in states.layers.named_parameters():
         for kind in states.kinds(parameter):
             # Choose the replica with the least to write so far: all ranks agree without
             # communication, and none exceeds an equal share by more than one tensor.
             owner = load.index(min(load))
             load[owner] += logical_shape(parameter).numel()
-            is_mine = owner == context.replicas.rank and is_first_copy(parameter)
+            is_mine = owner == replicas.rank and is_first_copy(parameter)
             yield f"{kind}/{name}", parameter, kind, is_mine
 
 
-def reserve_copies(
-    copies: HostCopies, layers: LocalLayers, states: ParameterStates, context: ParallelContext
-) -> None:
+def reserve_copies(copies: HostCopies, states: ParameterStates) -> None:
     """Make host memory ready for the snapshots of a run; once the optimizer has its states."""
-    owned = _states_of(layers, states, context)
-    copies.reserve({key: logical_shape(parameter) for key, parameter, _, mine in owned if mine})
+    owned = ((key, parameter) for key, parameter, _, is_mine in _states_of(states) if is_mine)
+    copies.reserve({key: logical_shape(parameter) for key, parameter in owned})
 
 
 def _entry(

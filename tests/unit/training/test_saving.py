@@ -26,12 +26,16 @@ def saving(context, tmp_path, monkeypatch):
     """Save a small layer every second step; the writer dies at the steps in the returned list."""
     layer, dies = nn.Linear(2, 3), []
     states = SimpleNamespace(
-        kinds=lambda _: ("weight",), get=lambda weight, _: weight.detach(), optimizer_step=lambda: 0
+        layers=layer,
+        context=context,
+        kinds=lambda _: ("weight",),
+        get=lambda weight, _: weight.detach(),
+        optimizer_step=lambda: 0,
     )
 
     def take(state):
         progress = TrainingProgress(state.step, samples_seen=0, seed=0, tokenizer=None)
-        return Snapshot(tmp_path, progress, layers=layer, states=states, context=context)
+        return Snapshot(tmp_path, progress, states)
 
     real = save.write_tensors
 
@@ -114,9 +118,10 @@ def test_lost_run_folder_is_not_made_again(context, tmp_path):
     """As where its disk is not mounted any more: the mount point would be written to."""
     run = tmp_path / "disk" / "run"
     progress = TrainingProgress(2, samples_seen=0, seed=0, tokenizer=None)
-    states = SimpleNamespace(kinds=lambda _: (), optimizer_step=lambda: 0)
-    settings = {"layers": nn.Linear(2, 3), "states": states, "context": context}
-    snapshot = Snapshot(run, progress, **settings)
+    states = SimpleNamespace(
+        layers=nn.Linear(2, 3), context=context, kinds=lambda _: (), optimizer_step=lambda: 0
+    )
+    snapshot = Snapshot(run, progress, states)
     snapshot.write()
     with pytest.raises(
         OSError, match="checkpoint of step 2 not saved: .*No such file or directory"
