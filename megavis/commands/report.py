@@ -14,10 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.config.errors import UserError
+from megavis.config.yaml_tree import ConfigSource, read_tree
 from megavis.data.format.files import to_json, write_atomically
 from megavis.data.format.folder_lock import holder_of
 from megavis.reports.page import render
@@ -160,10 +159,9 @@ def _state(folder: Path, row: dict[str, Any], *, has_trained: bool) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_tree(path, ConfigSource(str(path)))
+    except UserError:
         return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _last(metrics: list[dict[str, Any]], key: str) -> float | None:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.config.errors import UserError
+from megavis.config.yaml_tree import ConfigSource, read_tree
 from megavis.evaluation.images.results import (
     BaselineAnswer,
     ClassesResult,
@@ -61,7 +60,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
-        """Read a run folder. Raises UserError if it has no metrics."""
+        """Read a run folder. Raises UserError if it has no metrics, or its config is not YAML."""
         path = folder / "metrics.jsonl"
         if not path.exists() and (folder / "config.yaml").exists():
             raise UserError(
@@ -76,12 +75,12 @@ class RunRecord:
                 f"{path} is empty: training writes its first line after training.log_every steps,"
                 " or at its first validation"
             )
-        config = folder / "config.yaml"
-        text = config.read_text(encoding="utf-8") if config.exists() else ""
+        config, has_config = folder / "config.yaml", (folder / "config.yaml").exists()
         return cls(
             folder,
-            config_text=text,
-            config=yaml.safe_load(text) or {},
+            config_text=config.read_text(encoding="utf-8") if has_config else "",
+            # Not as a `RunConfig`: keys of earlier versions may be unknown today.
+            config=read_tree(config, ConfigSource(str(config))) if has_config else {},
             metrics=metrics,
             starts=read_starts(folder),
             commands=read_commands(folder),
@@ -306,8 +305,9 @@ def _completions(rows: Sequence[CompletedImage]) -> Iterator[EvalMetric]:
         "row repeated": [row.psnr_last_row_repeated for row in rows],
     }
     for name, decibels in values.items():
-        errors = [10 ** (-value / 10) for value in decibels]
-        yield EvalMetric("lower halves", name, -10 * math.log10(statistics.fmean(errors)), "dB")
+        error = statistics.fmean(10 ** (-value / 10) for value in decibels)
+        value = -10 * math.log10(error) if error else math.inf
+        yield EvalMetric("lower halves", name, value, "dB")
 
 
 def _groups(rows: Sequence[FilledInGroups]) -> Iterator[EvalMetric]:

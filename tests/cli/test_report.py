@@ -74,6 +74,28 @@ def test_summary_of_reconstructions_and_classes(folder, capsys):
     ]
 
 
+def test_completions_without_any_error(folder, capsys):
+    """A blank lower half repeats the row above it exactly."""
+    rows = "image,psnr_completed,psnr_mean_of_completions,psnr_last_row_repeated\n"
+    (folder / "evaluation").mkdir()
+    (folder / "evaluation" / "completions.csv").write_text(f"{rows}0,20.0,23.0,inf\n")
+    assert main(["report", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "lower halves" in printed
+    assert [line.split()[-3:] for line in printed.splitlines() if " dB" in line] == [
+        ["completion", "20.00", "dB"],
+        ["several", "23.00", "dB"],
+        ["repeated", "inf", "dB"],
+    ]
+
+
+@pytest.mark.parametrize("text", ["name: run\n  seed: 1\n", "- name\n"])
+def test_a_config_that_cannot_be_read_is_named(folder, capsys, text):
+    (folder / "config.yaml").write_text(text)
+    assert main(["report", str(folder)]) == 2
+    assert f"error: {folder / 'config.yaml'}" in capsys.readouterr().err
+
+
 def test_summary_of_label_maps(folder, capsys):
     depth = made("depth_errors.json", images=8)
     write_results(folder, panoptic=made("panoptic.json", images=8), depth_errors=depth)
