@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.config.errors import UserError
-from megavis.config.load import dump_config, exported_names, with_tokenizers
+from megavis.config.load import exported_names, with_tokenizers
+from megavis.config.yaml_tree import dump_tree
 from megavis.data.format.manifest import Manifest
 from megavis.notebook import Run
 from megavis.reports.run_record import RunRecord, eval_metrics
@@ -98,9 +100,8 @@ def _data(run: Run) -> Iterator[tuple[str, object]]:
         yield "images", "not known to megavis: see where the weights were released"
         yield "side in pixels", data.image_size
         return
-    folders = [data.train] if isinstance(data.train, str) else data.train
-    for place in folders:
-        path = Path(str(place))
+    for source in data.train_sources:
+        path = Path(source.path)
         yield "shards", f"`{path.name}`"
         try:
             manifest = Manifest.read(path)
@@ -186,11 +187,20 @@ def _record(run: Run) -> RunRecord | None:
 def _config(run: Run) -> str:
     """Return the config without paths of the machine that it ran on."""
     data = run.config.data
-    names = {
-        key: Path(value).name
-        for key in ("train", "validation")
-        if isinstance(value := getattr(data, key), str)
-    }
-    here = {"output": "runs", "data": data.model_copy(update=names)}
-    config = with_tokenizers(run.config, exported_names(run.config))
-    return dump_config(config.model_copy(update=here))
+    train = [{**each.model_dump(), "path": Path(each.path).name} for each in data.train_sources]
+    tree = with_tokenizers(run.config, exported_names(run.config)).model_dump(mode="json")
+    tree["output"] = "runs"
+    tree["data"]["train"] = train[0]["path"] if isinstance(data.train, str) else train
+    if data.validation is not None:
+        tree["data"]["validation"] = Path(data.validation).name
+    return dump_tree(_named(tree))
+
+
+def _named(value: Any) -> Any:
+    """Return a tree with the names of files and folders for their absolute paths."""
+    if isinstance(value, dict):
+        return {key: _named(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_named(each) for each in value]
+    is_place = isinstance(value, str) and Path(value).is_absolute()
+    return Path(value).name if is_place else value
