@@ -238,19 +238,17 @@ def write_run(
     )
 
 
-_WEIGHTS = (".safetensors", ".bin", ".npz", ".pth", ".pt", ".ckpt")
-
-
 def origin_of(source: Path) -> str:
-    """Return the name of a released file or folder, and the SHA-256 of its files of weights.
+    """Return the name of a released file or folder, and the SHA-256 of the files that are read.
 
     In the Hub's cache, `models--OWNER--NAME/snapshots/COMMIT`, the repository has the name.
     """
     place = source.absolute()
     folder, name, files = place.parent, place.name, [place]
     if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.suffix in _WEIGHTS)
-        folder = place
+        # As `read_hub_weights`: the folder may hold the weights in other formats too.
+        folder, whole = place, place / WEIGHTS
+        files = [whole] if whole.exists() else sorted(place.glob("*.safetensors"))
     if folder.parent.name == "snapshots":
         repository = folder.parents[1].name.removeprefix("models--").replace("--", "/")
         name = f"{repository} at commit {folder.name}"

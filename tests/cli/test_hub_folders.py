@@ -278,12 +278,14 @@ def test_the_origin_of_a_folder_of_the_hubs_cache_is_its_repository(tmp_path):
     folder = tmp_path / "models--facebook--vit-mae-base" / "snapshots" / "25b1"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    (folder / "pytorch_model.bin").write_bytes(b"abc")
+    # What an import reads, and the same weights in a format that it does not.
+    (folder / "model.safetensors").write_bytes(b"abc")
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
     # FIPS 180-4, one-block message sample.
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    expected = f"facebook/vit-mae-base at commit 25b1; pytorch_model.bin has the SHA-256 {digest}"
+    expected = f"facebook/vit-mae-base at commit 25b1; model.safetensors has the SHA-256 {digest}"
     assert origin_of(folder) == expected
-    assert origin_of(folder / "pytorch_model.bin") == expected
+    assert origin_of(folder / "model.safetensors") == expected
 
 
 @pytest.mark.parametrize(
