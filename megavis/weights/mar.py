@@ -110,10 +110,8 @@ def read_mar(args: argparse.Namespace) -> Released:
     """
     tensors = ReleasedTensors.of_file(args.source, model="MAR", inside=("model_ema", "model"))
     width, decoder_width = len(tensors["z_proj.bias"]), len(tensors["decoder_embed.bias"])
-    heads, decoder_heads = (
-        _heads(size, chosen)
-        for size, chosen in ((width, args.heads), (decoder_width, args.decoder_heads))
-    )
+    heads = _heads(width, args.heads, "--heads")
+    decoder_heads = _heads(decoder_width, args.decoder_heads, "--decoder-heads")
     sizes: dict[str, Any] = {
         "class_rows": _class_rows(tensors),
         "denoiser_layers": count(tensors, f"{_MLP}res_blocks."),
@@ -151,11 +149,11 @@ def read_mar(args: argparse.Namespace) -> Released:
     )
 
 
-def _heads(width: int, chosen: int | None) -> int:
+def _heads(width: int, chosen: int | None, option: str) -> int:
     """Return the attention heads of a stack of this width, which they must divide."""
     heads = chosen or _HEADS.get(width) or max(1, width // _HEAD_SIZE)
     if width % heads:
-        raise UserError(f"a width of {width} is not divisible by {heads} heads; pass --heads")
+        raise UserError(f"a width of {width} is not divisible by {heads} heads; pass {option}")
     return heads
 
 

@@ -91,7 +91,14 @@ def test_released_sizes_are_the_presets(
             {"encoder_pos_embed_learned": torch.zeros(1, TOKENS, WIDTH)},
             "at least two more for the class",
         ),
-        ({"z_proj.bias": torch.zeros(30)}, "a width of 30 is not divisible by 4 heads"),
+        (
+            {"z_proj.bias": torch.zeros(30)},
+            "a width of 30 is not divisible by 4 heads; pass --heads",
+        ),
+        (
+            {"decoder_embed.bias": torch.zeros(15)},
+            f"a width of 15 is not divisible by {UPPER_HEADS} heads; pass --decoder-heads",
+        ),
     ],
 )
 def test_what_is_no_released_network_is_named(tmp_path, capsys, change, message):
