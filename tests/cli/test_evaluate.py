@@ -1,6 +1,7 @@
 """`megavis evaluate` with a small feature network."""
 
 import json
+import shlex
 from pathlib import Path
 
 import foolbox
@@ -21,6 +22,7 @@ from megavis.evaluation.images.image_files import open_images
 from megavis.evaluation.images.results import NetworkName
 from megavis.evaluation.images.set_metrics import precision_and_recall
 from megavis.tokenizers.network_tokenizer import open_tokenizer
+from megavis.training.provenance import read_commands
 
 pytestmark = pytest.mark.once
 
@@ -59,6 +61,9 @@ def test_evaluate_samples(network, shards, tmp_path, capsys):
     for part in (f"N 10 of {npz}", f"{sha256_of_file(reference)[:8]} (N 30)", "resize none"):
         assert part in printed.out
     assert "published results use 50,000 samples, these are 10: compare" in printed.err
+    assert [line["command"] for line in read_commands(run)] == [
+        shlex.join(["megavis", "evaluate", *words])
+    ]
     record = json.loads((run / "evaluation" / "samples.json").read_text())
     assert not {"fid", "sfid", "inception_score"} & record.keys()
     features = network(images).features

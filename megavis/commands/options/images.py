@@ -192,7 +192,7 @@ def _add_samples(verbs: Any) -> None:
     add_result_file(samples, f"samples.json, {_OTHERWISE}")
     add_network_arguments(samples)
     add_image_file_arguments(samples)
-    samples.set_defaults(run="evaluate:evaluate_samples")
+    samples.set_defaults(run="evaluate:evaluate_samples", check=_note_run)
     statistics = verbs.add_parser(
         "statistics",
         help="feature statistics of real images, for later comparisons",
@@ -216,6 +216,12 @@ def _add_samples(verbs: Any) -> None:
     add_network_arguments(statistics)
     add_image_file_arguments(statistics)
     statistics.set_defaults(run="evaluate:write_reference")
+
+
+def _note_run(args: argparse.Namespace) -> None:
+    """Treat SAMPLES as RUN if it is one: results go there, and its report lists the command."""
+    if (args.samples / "config.yaml").exists():
+        args.run_folder = args.samples
 
 
 def _add_class_accuracy(verbs: Any) -> None:
@@ -250,7 +256,7 @@ def _add_class_accuracy(verbs: Any) -> None:
     )
     add_device(parser)
     add_result_file(parser, f"classes.json, {_OTHERWISE}")
-    parser.set_defaults(run="evaluate:evaluate_classes")
+    parser.set_defaults(run="evaluate:evaluate_classes", check=_note_run)
 
 
 def _add_reconstruction(verbs: Any) -> None:
