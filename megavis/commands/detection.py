@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megavis.commands.opening import layout_job, open_run, open_shards
+from megavis.commands.opening import layout_job, open_run, open_unseen
+from megavis.commands.options.shared import result_place
 from megavis.composition.instances import Instances
 from megavis.config.errors import UserError
-from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.detection import evaluate_detection, plot_examples
 from megavis.evaluation.figures import write_png
 from megavis.evaluation.results import AveragePrecision, DetectionResult, share_or_dash
@@ -23,11 +23,8 @@ def evaluate(args: argparse.Namespace) -> int:
         objective = opened.objective
         if not isinstance(objective, Instances):
             raise UserError(f"{args.run_folder} was not fine-tuned with finetune.task: instances")
-        folder = args.images or objective.settings.test or opened.config.data.validation
-        assert folder is not None, "required by the config's checks"
-        images = open_shards(opened, folder)
+        images = open_unseen(opened, args.images or objective.settings.test, option="--images")
         names = objective.classes_of(images.manifest)
-        check_no_overlap(images, list(training_shards(opened.config)))
         found = evaluate_detection(
             opened.inference,
             objective,
@@ -39,7 +36,7 @@ def evaluate(args: argparse.Namespace) -> int:
         picture = plot_examples(opened.inference, objective, images, names, title=title)
         is_main, step = opened.context.is_main, opened.step
     if is_main:
-        path = args.out or args.run_folder / "evaluation" / "detection.json"
+        path = result_place(args)
         sys.stdout.write(
             f"{_line('box', found.box)}\n{_line('mask', found.mask)}\n"
             f"N {found.num_images} of {images.directory}, step {step}\n"

@@ -18,8 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.commands.opening import first_images, job_closed, open_held_out, open_run
-from megavis.commands.options.shared import chosen_options, refuse_options, spelled
+from megavis.commands.opening import first_images, job_closed, open_run, open_unseen
+from megavis.commands.options.shared import (
+    chosen_options,
+    refuse_options,
+    result_place,
+    spelled,
+)
 from megavis.config.errors import UserError
 from megavis.config.load import exported_names, load_run_config
 from megavis.config.places import check_file
@@ -28,7 +33,7 @@ from megavis.data.codecs.label_maps import TargetKind, nearest
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.labels import check_numbering
-from megavis.data.loading.leakage import check_no_overlap, find_shards, training_shards
+from megavis.data.loading.leakage import check_no_overlap, find_shards
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.classes import class_accuracies, fit_classifier
 from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
@@ -120,7 +125,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     """Compare generated with real images."""
     device = device_of(args)
     file = samples_of(args.samples)
-    out = args.out or default_output(args.samples, file, "samples")
+    out = place_of(args, file)
     images = open_images(file, image_size=args.image_size if file.is_dir() else None)
     network = open_network(args.inception, args.network, device)
     reference = _reference(args, network)
@@ -174,16 +179,17 @@ def samples_of(path: Path) -> Path:
     return files[-1]
 
 
-def default_output(given: Path, file: Path, name: str) -> Path:
-    """Return the output path for the results `name` of the samples `file`; `given` may be a run.
+def place_of(args: argparse.Namespace, file: Path) -> Path:
+    """Return where the results on the samples `file` go: in its run, or next to it if it has none.
 
     Raises:
         UserError: nothing can be written there.
     """
-    kind = "evaluation" if name == "samples" else name
-    out = file.with_name(f"{file.name}.{kind}.json")
-    if given != file:
-        out = given / "evaluation" / f"{name}.json"
+    if args.out is not None or args.samples != file:
+        out = result_place(args)
+    else:
+        kind = {"samples.json": "evaluation.json"}.get(args.result_name, args.result_name)
+        out = file.with_name(f"{file.name}.{kind}")
     check_file(out)
     return out
 
@@ -206,7 +212,7 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
 def evaluate_classes(args: argparse.Namespace) -> int:
     """Fit a classifier on real images, and classify samples and reconstructions."""
     device, file = device_of(args), samples_of(args.samples)
-    out = args.out or default_output(args.samples, file, "classes")
+    out = place_of(args, file)
     samples, train, real = NpzImages(file), ShardImages(args.train), ShardImages(args.images)
     names = _common_classes(train, real)
     _check_generated_classes(args.samples, names, args.train)
@@ -303,8 +309,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         if not opened.objective.reconstructs:
             raise UserError(f"{opened.config.objective.name} does not reconstruct images")
-        dataset = open_held_out(opened, args.images, option="--images")
-        check_no_overlap(dataset, list(training_shards(opened.config)))
+        dataset = open_unseen(opened, args.images, option="--images")
         count = min(args.num_images, len(dataset))
         images = first_images(opened, dataset, count)
         scores = PairScores(open_perceptual(args.perceptual_weights, args.lpips_weights))
@@ -325,7 +330,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
     if distances is not None:
         compared = distances.result(run=args.run_folder, originals=dataset.directory)
         say(compared.line, compared.caution)
-    path = args.out or args.run_folder / "evaluation" / "reconstruction.json"
+    path = result_place(args)
     ReconstructionResult(
         step=opened.step,
         images=count,
@@ -352,7 +357,7 @@ def evaluate_panoptic(args: argparse.Namespace) -> int:
         parts = {"overall": None, "things": things, "stuff": stuff}
         return {name: quality.quality(part) for name, part in parts.items()}
 
-    return _evaluate_maps(args, "panoptic", score, PanopticResult, name="panoptic")
+    return _evaluate_maps(args, "panoptic", score, PanopticResult)
 
 
 def evaluate_depth(args: argparse.Namespace) -> int:
@@ -364,8 +369,7 @@ def evaluate_depth(args: argparse.Namespace) -> int:
             errors.add(truth, predicted)
         return {"overall": errors.scores()}
 
-    # `megavis figure depth` writes depth.json.
-    return _evaluate_maps(args, "depth", score, DepthResult, name="depth_errors")
+    return _evaluate_maps(args, "depth", score, DepthResult)
 
 
 def _evaluate_maps(
@@ -373,16 +377,13 @@ def _evaluate_maps(
     kind: TargetKind,
     score: Any,
     form: type[PanopticResult] | type[DepthResult],
-    *,
-    name: str,
 ) -> int:
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
-        dataset = open_held_out(opened, args.images, option="--images")
+        dataset = open_unseen(opened, args.images, option="--images")
         target = dataset.manifest.target
         if target is None or target.kind != kind:
             raise UserError(f"{dataset.directory} holds no {kind} maps")
-        check_no_overlap(dataset, list(training_shards(opened.config)))
         count = min(args.num_images or len(dataset), len(dataset))
         scores = score(_pairs(opened, dataset, count, args), dataset)
         stage = STAGES[0] if opened.objective.reconstructs else STAGES[1]
@@ -393,10 +394,10 @@ def _evaluate_maps(
             words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
             sys.stdout.write(f"{part}: {words}\n")
     sys.stdout.write(f"N {count} of {dataset.directory}, step {opened.step}\n")
-    path: Path = args.out or args.run_folder / "evaluation" / f"{name}.json"
+    path = result_place(args)
     result.write(path)
     sys.stdout.write(f"{path}\n")
-    _write_table(path, opened, result, stage=stage, name=f"{name}.json")
+    _write_table(path, opened, result, stage=stage, name=args.result_name)
     return 0
 
 

@@ -24,12 +24,13 @@ from megavis.commands.opening import (
     open_held_out,
     open_run,
     open_shards,
+    open_unseen,
     probe_data,
     probe_run,
     report_cache,
 )
 from megavis.commands.options.evaluation import GENERAL_FIGURES
-from megavis.commands.options.shared import spelled
+from megavis.commands.options.shared import result_place, spelled
 from megavis.commands.probe import table
 from megavis.commands.terminal import quietly
 from megavis.composition.finetuned import finetuned_of
@@ -66,7 +67,7 @@ def plot_depth(args: argparse.Namespace) -> int:
     if result is None:
         return 0
     picture = figures.plot_depth(result, name=args.run_folder.name)
-    folder = args.out or args.run_folder / "evaluation"
+    folder = result_place(args)
     save_figure(folder, args.name, picture, figures.depth_rows(result))
     if args.probe is None:
         result.write(folder / f"{args.name}.json")
@@ -111,8 +112,7 @@ def plot_likelihood(args: argparse.Namespace) -> int:
         pixels = score_pixels(data, _probe_settings(args))
     sys.stdout.write(f"raw pixels {pixels.accuracy:.1%}\n")
     picture = figures.plot_likelihood(scores, pixels=pixels.accuracy)
-    folder = args.out or args.run_folders[0] / "evaluation"
-    save_figure(folder, args.name, picture, [vars(score) for score in scores])
+    save_figure(result_place(args), args.name, picture, [vars(score) for score in scores])
     return 0
 
 
@@ -150,8 +150,7 @@ def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset | Subset
         UserError: the run was trained on them.
     """
     own = opened.config.data.validation or args.validation
-    images = open_held_out(opened, args.loss_images or own, option="--loss-images")
-    check_no_overlap(images, list(training_shards(opened.config)))
+    images = open_unseen(opened, args.loss_images or own, option="--loss-images")
     return first_images(opened, images, args.num_loss_images)
 
 
@@ -168,8 +167,7 @@ def complete(opened: Run, args: argparse.Namespace) -> None:
     """Complete lower halves with an opened run; see `plot_completions`."""
     options = {"sampling_steps": args.sampling_steps, "temperature": args.temperature}
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
-    dataset = open_held_out(opened, args.images, option="--images", own_classes=False)
-    check_no_overlap(dataset, list(training_shards(opened.config)))
+    dataset = open_unseen(opened, args.images, option="--images", own_classes=False)
     inputs = read_round_robin(dataset, args.num_images).inputs.to(opened.context.device)
     count, num_given = len(inputs), sampler.model.num_tokens // 2
     draws = max(args.draws, args.completions)
@@ -187,8 +185,7 @@ def complete(opened: Run, args: argparse.Namespace) -> None:
     )
     picture = completion_grid(first, given[:8], columns)
     rows = [row.record() for row in scores.rows]
-    folder = args.out or args.run_folder / "evaluation"
-    save_figure(folder, "completions", picture, rows)
+    save_figure(result_place(args), "completions", picture, rows)
 
 
 def plot_neighbors(args: argparse.Namespace) -> int:
@@ -207,8 +204,7 @@ def plot_neighbors(args: argparse.Namespace) -> int:
     picture = classes.plot_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
     rows = [{**asdict(score), **record} for score in scores]
     sys.stdout.write(f"{line}\n")
-    folder = args.out or args.run_folder / "evaluation"
-    save_figure(folder, "neighbors", picture, rows)
+    save_figure(result_place(args), "neighbors", picture, rows)
     return 0
 
 
@@ -259,14 +255,12 @@ def plot_declared(args: argparse.Namespace) -> int:
 def plot_of(opened: Run, args: argparse.Namespace) -> None:
     """Plot a declared figure of an opened run; see `plot_declared`."""
     spec: FigureSpec = args.spec
-    images = open_held_out(opened, args.images, option="--images", own_classes=spec.reads_classes)
-    check_no_overlap(images, list(training_shards(opened.config)))
+    images = open_unseen(opened, args.images, option="--images", own_classes=spec.reads_classes)
     subject = FigureInput(opened.folder, opened.objective, opened.inference, images)
     plot = _function(spec, spec.plot.partition(":")[2])
     figure: RenderedFigure = plot(subject, args)
     sys.stdout.writelines(f"{line}\n" for line in figure.lines)
-    folder = args.out or args.run_folder / "evaluation"
-    save_figure(folder, spec.name, figure.picture, figure.rows)
+    save_figure(result_place(args), spec.name, figure.picture, figure.rows)
 
 
 def check_applies(name: str, opened: Run) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, finetuned_step
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.commands.opening import first_images, job_closed, open_held_out, open_run, open_shards
+from megavis.commands.opening import first_images, job_closed, open_run, open_shards, open_unseen
+from megavis.commands.options.shared import result_place
 from megavis.composition.classification import classifier_of
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import Subset, halves, shuffled
-from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
 from megavis.evaluation.likelihood import measure_likelihood
 from megavis.evaluation.results import EnsembleResult, EnsembleRow, LikelihoodResult
@@ -25,8 +25,7 @@ def measure(args: argparse.Namespace) -> int:
         opened = open_run(
             args.run_folder, step=args.step, device=args.device, precision=args.precision
         )
-        images = open_held_out(opened, args.images, option="--images")
-        check_no_overlap(images, list(training_shards(opened.config)))
+        images = open_unseen(opened, args.images, option="--images")
         result = measure_likelihood(
             opened.config.name,
             opened.step,
@@ -35,7 +34,7 @@ def measure(args: argparse.Namespace) -> int:
             first_images(opened, images, args.num_images),
             limit=args.num_images,
         )
-    out = args.out or opened.folder / "evaluation" / "likelihood.json"
+    out = result_place(args)
     sys.stdout.write(f"{_likelihood_words(result)}\n")
     result.write(out)
     sys.stdout.write(f"{out}\n")
@@ -106,16 +105,15 @@ def _test_images(opened: Run, images: str | None, *, is_imported: bool) -> Subse
     """Open the labelled images to evaluate a run on, which it was not trained on."""
     settings = opened.config.finetune
     assert settings is not None
-    if is_imported and images is None:
+    if not is_imported:
+        dataset = open_unseen(opened, images or settings.test, option="--images")
+        return shuffled(dataset) if images or settings.test else halves(dataset)[1]
+    if images is None:
         raise UserError(
             f"{opened.folder} has imported weights and no test images; name shards with --images"
         )
-    folder = images or settings.test or opened.config.data.validation
-    assert folder is not None, "required by the config's checks"
-    dataset = open_shards(opened, folder)
-    if not is_imported:
-        check_no_overlap(dataset, list(training_shards(opened.config)))
-    return shuffled(dataset) if images or settings.test else halves(dataset)[1]
+    # Its data.train names no folder that it was trained on.
+    return shuffled(open_shards(opened, images))
 
 
 def _report_classes(members: dict[str, ClassProbabilities], path: Path | None) -> None:

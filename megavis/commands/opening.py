@@ -25,7 +25,7 @@ from megavis.config.section import ParallelConfig
 from megavis.data.codecs.transforms import evaluation_transform
 from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.data.loading.labels import check_count, check_labels, check_numbering
-from megavis.data.loading.leakage import training_shards
+from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.features import (
     FOLDER,
     CachedFile,
@@ -48,8 +48,6 @@ from megavis.parallel.context import (
 )
 from megavis.parallel.device import DTYPES
 from megavis.parallel.launch import read_launch
-
-"""Of the network's weights and activations, by the value of `--precision`."""
 
 
 @contextlib.contextmanager
@@ -159,6 +157,15 @@ def open_held_out(
     if folder is None:
         raise UserError(f"the run has no data.validation; name a shard folder with {option}")
     return open_shards(opened, folder, own_classes=own_classes)
+
+
+def open_unseen(
+    opened: Run, folder: str | None, *, option: str, own_classes: bool = True
+) -> ShardDataset:
+    """Open shards as `open_held_out`; raise UserError if the run was trained on their images."""
+    dataset = open_held_out(opened, folder, option=option, own_classes=own_classes)
+    check_no_overlap(dataset, list(training_shards(opened.config)))
+    return dataset
 
 
 def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:

@@ -32,6 +32,7 @@ from megavis.commands.opening import (
     report_cache,
     untrained_networks,
 )
+from megavis.commands.options.shared import result_place
 from megavis.config.errors import UserError
 from megavis.config.schema import ConfigIssue
 from megavis.config.section import Section
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         result = probe_run(opened, args, settings)
     if result is None:
         return 0
-    out = args.out or opened.folder / "evaluation" / "probe.json"
+    out = result_place(args)
     sys.stdout.write(table(result))
     result.write(out)
     sys.stdout.write(f"{out}\n")
@@ -153,10 +154,8 @@ def probe_data_sets(args: argparse.Namespace) -> int:
     if not results:
         return 0
     title = _title(opened, args)
-    out = args.out or opened.folder / "evaluation"
-    per_class = args.per_class
-    sys.stdout.write(markdown_of(results, title=title, per_class=per_class))
-    written = write_transfer(out, results, title=title, per_class=per_class)
+    sys.stdout.write(markdown_of(results, title=title, per_class=args.per_class))
+    written = write_transfer(result_place(args), results, title=title, per_class=args.per_class)
     sys.stdout.writelines(f"{path}\n" for path in written)
     return 0
 

@@ -17,6 +17,7 @@ from megavis.commands.options.shared import (
     add_precision,
     add_probe_arguments,
     add_result_file,
+    add_result_folder,
     add_run,
     add_runs,
     add_seed_argument,
@@ -24,7 +25,7 @@ from megavis.commands.options.shared import (
     refuse_options,
     require_writable,
 )
-from megavis.config.arguments import file_stem, non_negative, output_folder, positive
+from megavis.config.arguments import file_stem, non_negative, positive
 from megavis.config.papers import FigureSpec, paper_figures
 
 
@@ -112,17 +113,8 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_feature_arguments(parser)
     add_layout_argument(parser)
-    _add_result_folder(parser)
+    add_result_folder(parser)
     parser.set_defaults(run="probe:probe_data_sets")
-
-
-def _add_result_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out",
-        type=output_folder,
-        metavar="FOLDER",
-        help="where to write the files; default: RUN/evaluation",
-    )
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +205,7 @@ def _add_declared(figures: Any, spec: FigureSpec) -> None:
     )
     add_image_arguments(parser, num_images=spec.num_images)
     spec.add_options(parser)
-    _add_result_folder(parser)
+    add_result_folder(parser)
     parser.set_defaults(run="figure:plot_declared", spec=spec)
 
 
@@ -237,7 +229,7 @@ def _add_depth(figures: Any) -> None:
     add_data_arguments(parser)
     add_layout_argument(parser)
     add_probe_arguments(parser)
-    _add_result_folder(parser)
+    add_result_folder(parser)
     parser.set_defaults(run="figure:plot_depth", check=_check_depth)
 
 
@@ -280,7 +272,7 @@ def _add_likelihood(figures: Any) -> None:
     _add_name(parser, "likelihood")
     add_classifier_argument(parser)
     add_data_arguments(parser)
-    _add_result_folder(parser)
+    add_result_folder(parser)
     parser.set_defaults(run="figure:plot_likelihood")
 
 
@@ -308,7 +300,7 @@ def _add_completions(figures: Any) -> None:
     completions.add_argument(
         "--draws", type=positive, default=8, help="completions per image for the mean"
     )
-    _add_result_folder(completions)
+    add_result_folder(completions)
     completions.set_defaults(run="figure:plot_completions")
 
 
@@ -328,7 +320,7 @@ def _add_neighbors(figures: Any) -> None:
         "--neighbors", type=positive, default=20, help="number of neighbours that vote"
     )
     add_feature_arguments(neighbors)
-    _add_result_folder(neighbors)
+    add_result_folder(neighbors)
     neighbors.set_defaults(run="figure:plot_neighbors")
 
 

@@ -159,7 +159,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_watch(verbs)
 
 
-_OTHERWISE = "or next to an .npz or a folder"
+_OTHERWISE = ", or next to an .npz or a folder"
 
 
 def _add_samples(verbs: Any) -> None:
@@ -189,7 +189,7 @@ def _add_samples(verbs: Any) -> None:
         help="statistics from `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
         " .npz, a folder, or jpeg or palette shards",
     )
-    add_result_file(samples, f"samples.json, {_OTHERWISE}")
+    add_result_file(samples, "samples.json", otherwise=_OTHERWISE)
     add_network_arguments(samples)
     add_image_file_arguments(samples)
     samples.set_defaults(run="evaluate:evaluate_samples", check=_note_run)
@@ -255,7 +255,7 @@ def _add_class_accuracy(verbs: Any) -> None:
         "--seed", type=non_negative, default=0, help="random seed of the classifier"
     )
     add_device(parser)
-    add_result_file(parser, f"classes.json, {_OTHERWISE}")
+    add_result_file(parser, "classes.json", otherwise=_OTHERWISE)
     parser.set_defaults(run="evaluate:evaluate_classes", check=_note_run)
 
 
@@ -281,7 +281,8 @@ def _add_label_maps(verbs: Any) -> None:
         " stuff",
         "depth": "RMSE in metres, absRel, log10 and delta 1 to 3",
     }
-    files = {"panoptic": "panoptic", "depth": "depth_errors"}
+    # `megavis figure depth` writes depth.json.
+    files = {"panoptic": "panoptic.json", "depth": "depth_errors.json"}
     for kind, measured in measures.items():
         parser = verbs.add_parser(
             kind,
@@ -297,7 +298,7 @@ def _add_label_maps(verbs: Any) -> None:
             "--batch-size", type=positive, default=32, help="images per batch; default: 32"
         )
         add_options(parser)
-        add_result_file(parser, f"{files[kind]}.json")
+        add_result_file(parser, files[kind])
         parser.set_defaults(run=f"evaluate:evaluate_{kind}")
 
 

@@ -14,6 +14,7 @@ from megavis.config.arguments import (
     comma_separated,
     non_negative,
     output_file,
+    output_folder,
     positive,
 )
 from megavis.config.errors import UserError
@@ -74,14 +75,38 @@ def require_writable(path: Path | None, option: str) -> None:
         raise UserError(f"{option}: {error}") from None
 
 
-def add_result_file(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the file for results, by default `name` in RUN/evaluation."""
+def add_result_file(parser: argparse.ArgumentParser, name: str, *, otherwise: str = "") -> None:
+    """Add the file for results, by default `name` in RUN/evaluation; see `result_place`.
+
+    `otherwise` says for the help where else it may be.
+    """
     parser.add_argument(
         "--out",
         type=output_file,
         metavar="FILE",
-        help=f"where to write the results; default: RUN/evaluation/{name}",
+        help=f"where to write the results; default: RUN/evaluation/{name}{otherwise}",
     )
+    parser.set_defaults(result_name=name)
+
+
+def add_result_folder(parser: argparse.ArgumentParser) -> None:
+    """Add the folder for results, by default RUN/evaluation; see `result_place`."""
+    parser.add_argument(
+        "--out",
+        type=output_folder,
+        metavar="FOLDER",
+        help="where to write the files; default: RUN/evaluation",
+    )
+    parser.set_defaults(result_name="")
+
+
+def result_place(args: argparse.Namespace) -> Path:
+    """Return the file or folder for results: --out, or the default in the command's first run."""
+    place: Path | None = args.out
+    if place is None:
+        run: Path = args.run_folder if "run_folder" in args else args.run_folders[0]
+        place = run / "evaluation" / args.result_name
+    return place
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
