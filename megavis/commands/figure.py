@@ -51,8 +51,8 @@ from megavis.evaluation.linear import RECIPES
 from megavis.evaluation.probe import (
     CheckpointScore,
     ProbeSettings,
+    score_best_layer,
     score_checkpoint,
-    score_pixels,
 )
 from megavis.evaluation.results import ProbeResult
 from megavis.evaluation.token_relations import has_features
@@ -109,7 +109,7 @@ def plot_likelihood(args: argparse.Namespace) -> int:
     with layout_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         data = probe_data(open_run(args.run_folders[0], step=None), args)
-        pixels = score_pixels(data, _probe_settings(args))
+        pixels = score_best_layer(data.pixels(), data, _probe_settings(args))
     sys.stdout.write(f"raw pixels {pixels.accuracy:.1%}\n")
     picture = figures.plot_likelihood(scores, pixels=pixels.accuracy)
     save_figure(result_place(args), args.name, picture, [vars(score) for score in scores])

@@ -2,6 +2,10 @@
 
 All use the same images, the same split of the training images and the same procedure; only the
 features differ.
+
+With few labels, iGPT, section 4.7 and Table 4: 4, 25 or 400 images per class, 5 random subsets,
+mean and standard deviation. A penalty is selected by cross-validation within each subset, so labels
+outside it affect only the choice of the layer.
 """
 
 from __future__ import annotations
@@ -14,18 +18,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import ShardDataset, Subset
+from megavis.data.loading.dataset import ShardDataset, Subset, sample_per_class
 from megavis.data.loading.labels import check_numbering
 from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.features import LabelledFeatures, pixel_features
-from megavis.evaluation.few_labels import draw_subsets, score_low_data
 from megavis.evaluation.likelihood import mean_loss
 from megavis.evaluation.linear import (
     STANDARDIZED,
     FitRecipe,
     HeldOutSplit,
     adjacent_layers,
+    choose_penalty,
     divide,
+    fit_classifier,
     score_concatenated,
     score_layers,
 )
@@ -41,6 +46,8 @@ from megavis.tokenizers.palette import Palette
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]
 """Features of the training and of the validation images."""
+_MOST_FOLDS = 5
+"""Largest number of folds of a cross-validation; at most the number of images per class."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class ProbeData:
         if self.selection is not None:
             labels = np.concatenate([labels, self.selection.labels])
         for count in settings.images_per_class:
-            draw_subsets(labels, count, draws=1, seed=settings.seed)
+            _draw_subset(labels, count, seed=settings.seed, draw=0)
 
     def divide(self, labels: np.ndarray, settings: ProbeSettings) -> HeldOutSplit:
         """Split images with labels int64 `[b]` to select layer and penalty. Raises UserError."""
@@ -195,7 +202,7 @@ def probe(
     selection = data.divide(pixels[0].labels, settings)
     recipe = settings.recipe
     pixel_score = score_layers(*pixels, selection, recipe=recipe)[0]
-    low_data = _low_data("pixels", pixels, pixel_score, settings)
+    low_data = score_low_data("pixels", *pixels, settings, layer=pixel_score.layer)
     scores: list[tuple[LayerScore, ...]] = []
     concatenated: list[ConcatenatedScore] = []
     for number, features in enumerate(itertools.chain([trained], untrained)):
@@ -209,7 +216,7 @@ def probe(
             )
             concatenated.append(together)
         if number < 2:
-            low_data += _low_data(name, features, best, settings)
+            low_data += score_low_data(name, *features, settings, layer=best.layer)
     return ProbeResult(
         best_layer=best_layer(scores[0]),
         untrained_accuracy=statistics.mean(best_layer(each).accuracy for each in scores[1:]),
@@ -232,32 +239,58 @@ def probe(
     )
 
 
-def score_pixels(data: ProbeData, settings: ProbeSettings) -> LayerScore:
-    """Return only the score of raw pixels; raises as `probe`."""
-    pixels = data.pixels()
-    selection = data.divide(pixels[0].labels, settings)
-    return score_layers(*pixels, selection, recipe=settings.recipe)[0]
-
-
 def score_best_layer(features: Pair, data: ProbeData, settings: ProbeSettings) -> LayerScore:
-    """Return only the score of a network's best layer; raises as `probe`."""
+    """Return only the score of the best layer, of a network or of pixels; raises as `probe`."""
     selection = data.divide(features[0].labels, settings)
     scores = score_layers(*features, selection, layers=settings.layers, recipe=settings.recipe)
     return best_layer(scores)
 
 
-def _low_data(
-    name: str, features: Pair, best: LayerScore, settings: ProbeSettings
+def score_low_data(
+    name: str,
+    train: LabelledFeatures,
+    validation: LabelledFeatures,
+    settings: ProbeSettings,
+    *,
+    layer: int,
 ) -> list[LowDataScore]:
-    return score_low_data(
-        name,
-        *features,
-        layer=best.layer,
-        images_per_class=settings.images_per_class,
-        draws=settings.draws,
-        seed=settings.seed,
-        recipe=settings.recipe,
-    )
+    """Score one layer's features with few labels per class, over several draws.
+
+    The subsets are the same for all features; `name` describes these, for the record.
+
+    Raises:
+        UserError: a class has fewer images than `images_per_class`.
+    """
+    scores = []
+    for count in settings.images_per_class:
+        subsets = [
+            train.subset(_draw_subset(train.labels, count, seed=settings.seed, draw=draw))
+            for draw in range(settings.draws)
+        ]
+        accuracies = [_accuracy(few, validation, layer, count, settings.recipe) for few in subsets]
+        mean, deviation = statistics.fmean(accuracies), statistics.stdev(accuracies)
+        scores.append(LowDataScore(name, layer, count, tuple(accuracies), mean, deviation))
+    return scores
+
+
+def _draw_subset(labels: np.ndarray, count: int, *, seed: int, draw: int) -> np.ndarray:
+    try:
+        return sample_per_class(labels, count, seed=seed, draw=draw)
+    except UserError as error:
+        text = f"--images-per-class {count}: {error}; use more with --train-images"
+        raise UserError(text) from None
+
+
+def _accuracy(
+    few: LabelledFeatures, validation: LabelledFeatures, layer: int, count: int, recipe: FitRecipe
+) -> float:
+    from sklearn.model_selection import StratifiedKFold
+
+    x, y = few.layers[layer], few.labels
+    folds = StratifiedKFold(min(count, _MOST_FOLDS), shuffle=True, random_state=0)
+    best = choose_penalty(x, y, [HeldOutSplit(*parts) for parts in folds.split(x, y)], recipe)
+    classifier = fit_classifier(x, y, penalty=best.penalty, standardize=recipe.standardize)
+    return float(classifier.score(validation.layers[layer], validation.labels))
 
 
 @dataclass(frozen=True)

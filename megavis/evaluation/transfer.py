@@ -19,7 +19,6 @@ import numpy as np
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.few_labels import score_low_data
 from megavis.evaluation.figures import markdown_table, write_table
 from megavis.evaluation.linear import (
     FitRecipe,
@@ -28,7 +27,7 @@ from megavis.evaluation.linear import (
     choose_penalty,
     fit_classifier,
 )
-from megavis.evaluation.probe import ProbeSettings
+from megavis.evaluation.probe import ProbeSettings, score_low_data
 from megavis.evaluation.results import TransferRow, TransferScore
 
 FITTED_SHARE = 0.8
@@ -158,16 +157,6 @@ def _score(
 
 
 def _few_labels(task: Task, layer: int, settings: ProbeSettings) -> list[TransferScore]:
-    scores = score_low_data(
-        task.name,
-        task.train,
-        task.test,
-        layer=layer,
-        images_per_class=settings.images_per_class,
-        draws=settings.draws,
-        seed=settings.seed,
-        recipe=settings.recipe,
-    )
     return [
         TransferScore(
             layer=score.layer,
@@ -179,7 +168,7 @@ def _few_labels(task: Task, layer: int, settings: ProbeSettings) -> list[Transfe
             class_accuracy=None,
             deviation=score.deviation,
         )
-        for score in scores
+        for score in score_low_data(task.name, task.train, task.test, settings, layer=layer)
     ]
 
 

@@ -8,8 +8,8 @@ import pytest
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.few_labels import score_low_data
 from megavis.evaluation.linear import PENALTIES
+from megavis.evaluation.probe import ProbeSettings, score_low_data
 
 pytestmark = pytest.mark.once
 
@@ -47,9 +47,8 @@ def test_scores_match_scikit_learn_cross_validation():
     from sklearn.preprocessing import StandardScaler
 
     train, validation = blobs(120, seed=0), blobs(90, seed=1)
-    small, large = score_low_data(
-        "trained", train, validation, layer=1, images_per_class=(4, 20), draws=3, seed=7
-    )
+    settings = ProbeSettings(images_per_class=(4, 20), draws=3, seed=7)
+    small, large = score_low_data("trained", train, validation, settings, layer=1)
 
     expected = []
     for draw in range(3):
@@ -78,14 +77,13 @@ def test_scores_match_scikit_learn_cross_validation():
 
 def test_undrawn_images_do_not_affect_scores():
     train, validation = blobs(120, seed=0), blobs(90, seed=1)
-    options = {"layer": 1, "images_per_class": (10,), "draws": 2, "seed": 0}
-    (before,) = score_low_data("trained", train, validation, **options)
+    settings = ProbeSettings(images_per_class=(10,), draws=2)
+    (before,) = score_low_data("trained", train, validation, settings, layer=1)
 
     drawn = np.concatenate([sample_per_class(train.labels, 10, seed=0, draw=i) for i in range(2)])
     others = np.setdiff1d(np.arange(120), drawn)
     layers = train.layers.copy()
     layers[:, others] = 1e3
-    (after,) = score_low_data(
-        "trained", LabelledFeatures(layers, train.labels), validation, **options
-    )
+    changed = LabelledFeatures(layers, train.labels)
+    (after,) = score_low_data("trained", changed, validation, settings, layer=1)
     assert after == before

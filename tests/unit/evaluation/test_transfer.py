@@ -11,9 +11,8 @@ import pytest
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.few_labels import score_low_data
 from megavis.evaluation.linear import PENALTIES, PLAIN, HeldOutSplit, choose_penalty
-from megavis.evaluation.probe import ProbeSettings
+from megavis.evaluation.probe import ProbeSettings, score_low_data
 from megavis.evaluation.transfer import (
     Task,
     first_examples,
@@ -90,9 +89,7 @@ def test_given_layer_and_low_data_are_scored_too(task):
     assert (best.layer, best.layer_from) == (1, "held-out images")
     assert (given.layer, given.layer_from) == (0, "--layer")
     assert given.accuracy < best.accuracy
-    [reference] = score_low_data(
-        "", task.train, task.test, layer=1, images_per_class=(5,), draws=3, seed=4
-    )
+    [reference] = score_low_data("", task.train, task.test, settings, layer=1)
     assert (few.accuracy, few.deviation) == (reference.mean, reference.deviation)
     assert few.labels == "5 a class"
 
