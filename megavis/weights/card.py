@@ -49,11 +49,14 @@ def model_card(
         "tags": ["megavis", paper],
     }
     kind = "fine-tuned" if run.config.finetune is not None else "trained"
+    record = _record(run)
+    # Imported, and not trained since.
+    is_released = run.step == 0 and record is None
     found = None if run.checkpoint is None else read_manifest(run.checkpoint).origin
     origin = (
         f"A run of `{paper}`, {kind} with megavis: {total:,} parameters after step {run.step:,}."
     )
-    if is_released(run):
+    if is_released:
         origin = (
             f"Released weights, which megavis has not trained, as a run of `{paper}`: {total:,}"
             f" parameters. They came from {found or 'a place that was not recorded'}."
@@ -66,25 +69,20 @@ def model_card(
         f"{origin}\n",
         f"## Use\n\n```python\n{use.strip()}\n```\n",
         "## Data\n",
-        *_table(_data(run)),
+        *_table(_data(run, is_released=is_released)),
         "## Training\n",
-        *_table(_training(run)),
+        *_table(_training(run, record, is_released=is_released)),
         "## Results\n",
-        *_results(run),
+        *_results(run, record),
         "## Licence\n",
         "Not stated. Before you publish these weights, check what the licence of the data allows,"
         " and put the licence here and into the header above.\n",
         "## Limits\n",
-        *(f"- {sentence}" for sentence in (*limits, *_limits(run))),
+        *(f"- {sentence}" for sentence in (*limits, *_limits(run, is_released=is_released))),
         "\n## Config\n",
         f"```yaml\n{_config(run)}```",
     ]
     return "\n".join(lines) + "\n"
-
-
-def is_released(run: Run) -> bool:
-    """Whether the weights were imported, and have not been trained since."""
-    return run.step == 0 and _record(run) is None
 
 
 def _table(rows: Iterator[tuple[str, object]]) -> Iterator[str]:
@@ -94,9 +92,9 @@ def _table(rows: Iterator[tuple[str, object]]) -> Iterator[str]:
     yield ""
 
 
-def _data(run: Run) -> Iterator[tuple[str, object]]:
+def _data(run: Run, *, is_released: bool) -> Iterator[tuple[str, object]]:
     data = run.config.data
-    if is_released(run):
+    if is_released:
         yield "images", "not known to megavis: see where the weights were released"
         yield "side in pixels", data.image_size
         return
@@ -114,9 +112,11 @@ def _data(run: Run) -> Iterator[tuple[str, object]]:
     yield "side in pixels", data.image_size
 
 
-def _training(run: Run) -> Iterator[tuple[str, object]]:
+def _training(
+    run: Run, record: RunRecord | None, *, is_released: bool
+) -> Iterator[tuple[str, object]]:
     training, optimizer = run.config.training, run.config.optimizer
-    if is_released(run):
+    if is_released:
         yield "steps", "none with megavis; these keys of the config are for further training"
         return
     tuning = run.config.finetune
@@ -126,10 +126,7 @@ def _training(run: Run) -> Iterator[tuple[str, object]]:
     yield "batch", training.batch_size
     yield "precision", training.precision
     yield "optimizer", f"{optimizer.algorithm}, learning rate {optimizer.learning_rate:g}"
-    record = _record(run)
-    if record is None:
-        return
-    for start in record.starts[-1:]:
+    for start in record.starts[-1:] if record is not None else ():
         versions = start.get("versions", {})
         yield "machine", start.get("machine", "")
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -144,8 +141,7 @@ def _source(folder: Path, step: int | None) -> str:
     return f"`{folder.name}`" + (f", released weights: {origin}" if origin else "")
 
 
-def _results(run: Run) -> Iterator[str]:
-    record = _record(run)
+def _results(run: Run, record: RunRecord | None) -> Iterator[str]:
     rows: list[tuple[str, object]] = []
     if record is not None:
         for key in ("loss", "validation_loss"):
@@ -163,13 +159,13 @@ def _results(run: Run) -> Iterator[str]:
         yield "The run folder holds no measurements.\n"
 
 
-def _limits(run: Run) -> Iterator[str]:
+def _limits(run: Run, *, is_released: bool) -> Iterator[str]:
     yield (
         "The numbers above are those that the run folder holds, on its own held-out data; nothing"
         " else was measured."
     )
     size = run.config.data.image_size
-    if is_released(run):
+    if is_released:
         yield f"It reads images of {size} × {size} pixels; megavis does not know its training data."
     else:
         yield f"It has seen images of {size} × {size} pixels, of the data named above and no other."
