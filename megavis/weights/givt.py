@@ -33,7 +33,7 @@ from megavis.weights.flax_layers import (
 )
 from megavis.weights.released import Released, ReleasedTensors, read_arrays
 from megavis.weights.tables import BATCHED, SAME, Layout, Row, Table, count
-from megavis.weights.vaes import pixels_of_a_latent
+from megavis.weights.vaes import with_vae
 
 Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
@@ -58,11 +58,7 @@ def read_transformer(args: argparse.Namespace) -> Released:
     arrays = unstacked(unstacked(arrays, _BLOCK, axis=1), _ENCODER_BLOCK)
     tensors = ReleasedTensors(arrays, source=args.source, model="a released GIVT")
     released = ReleasedModel(tensors, mode=args.mode, num_classes=args.num_classes)
-    paper = released.objective()
-    if args.tokenizer is not None:
-        pixels = pixels_of_a_latent(args.tokenizer)
-        update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
-        paper = paper.model_copy(update=update)
+    paper = with_vae(released.objective(), args.tokenizer)
     size = released.side * paper.downsampling
     if released.image_size not in (None, size):
         raise UserError(

@@ -18,7 +18,7 @@ from megavis.grammar.words import DecoderConfig
 from megavis.papers.mar.config import MARConfig
 from megavis.weights.released import Released, ReleasedTensors
 from megavis.weights.tables import BATCHED, TOKEN, Layout, Row, Table, count, layer
-from megavis.weights.vaes import pixels_of_a_latent
+from megavis.weights.vaes import with_vae
 from megavis.weights.vits import TIMM
 
 _MLP = "diffloss.net."
@@ -130,10 +130,7 @@ def read_mar(args: argparse.Namespace) -> Released:
             num_attention_heads=decoder_heads,
         ),
     )
-    if args.tokenizer is not None:
-        pixels = pixels_of_a_latent(args.tokenizer)
-        update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
-        paper = paper.model_copy(update=update)
+    paper = with_vae(paper, args.tokenizer)
     return Released(
         paper,
         tensors,

@@ -14,14 +14,14 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.config.schema import ModelConfig
+from megavis.config.schema import ModelConfig, ObjectiveConfig
 from megavis.papers.vae.config import LabelMapVAEConfig, VAEConfig
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import VAENetwork
@@ -30,21 +30,22 @@ from megavis.weights.released import Released, ReleasedTensors, read_arrays
 from megavis.weights.tables import BATCHED, Layout, Row, Table, count
 
 _ENCODER, _DECODER = "encoder/encoderblock_", "decoder/encoderblock_"
+_Paper = TypeVar("_Paper", bound=ObjectiveConfig)
 
 
-def pixels_of_a_latent(run_folder: Path) -> int:
-    """Return the side in pixels of the square that a latent of a VAE's run represents.
+def with_vae(paper: _Paper, run: Path | None) -> _Paper:
+    """Return the config of a model of latents with the VAE of `--tokenizer`, if one is given.
 
     Raises:
-        UserError: it is the run of something else.
+        UserError: the run is of something else.
     """
-    path = run_folder / "config.yaml"
-    paper = load_config(path).config.objective
-    if isinstance(paper, LabelMapVAEConfig):
-        return paper.downsampling
-    if not isinstance(paper, VAEConfig):
-        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a VAE")
-    return paper.shape.downsampling
+    if run is None:
+        return paper
+    vae = load_config(run / "config.yaml").config.objective
+    if not isinstance(vae, VAEConfig | LabelMapVAEConfig):
+        raise UserError(f"--tokenizer: {run} is a run of {vae.name}, not of a VAE")
+    pixels = vae.shape.downsampling if isinstance(vae, VAEConfig) else vae.downsampling
+    return paper.model_copy(update={"tokenizer": str(run), "downsampling": pixels})
 
 
 def read_vae(args: argparse.Namespace) -> Released:

@@ -350,15 +350,13 @@ _SIZES = (
 )
 
 
-def check_vit_settings(
-    path: Path, settings: Mapping[str, Any], *, sizes: Sequence[str] = ()
-) -> None:
-    """Check the `config.json` at `path`; `sizes` are keys of further positive integers.
+def check_vit_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Check the `config.json` at `path`.
 
     Raises:
         UserError: a size is missing or does not divide another, or the network has other layers.
     """
-    check_sizes(path, settings, *_SIZES, *sizes)
+    check_sizes(path, settings, *_SIZES)
     check_fixed(path, settings, {"hidden_act": "gelu", "num_channels": 3, "qkv_bias": True})
     epsilon = settings.get("layer_norm_eps", 1e-12)
     if not isinstance(epsilon, float) or epsilon <= 0:
