@@ -57,7 +57,10 @@ def _check_words(run_folder: Path) -> None:
 
 def diff(args: argparse.Namespace) -> int:
     """Write the keys whose values differ between two configs; return 1 if there are any."""
-    first, second = (dict(leaves(_tree(_read(path, ())))) for path in (args.first, args.second))
+    first, second = (
+        dict(leaves(_read(path, ()).config.model_dump(mode="json")))
+        for path in (args.first, args.second)
+    )
     keys = [*first, *(key for key in second if key not in first)]
     differing = [key for key in keys if first.get(key, _ABSENT) != second.get(key, _ABSENT)]
     for key in differing:
@@ -72,14 +75,9 @@ def _read(path: str, overrides: Any) -> LoadedConfig:
     return load_user_config(str(inside) if inside.exists() else path, overrides)
 
 
-def _tree(loaded: LoadedConfig) -> dict[str, Any]:
-    tree: dict[str, Any] = loaded.config.model_dump(mode="json")
-    return tree
-
-
 def _lines(loaded: LoadedConfig) -> Iterator[str]:
     opened: list[str] = []
-    for key, value in leaves(_tree(loaded)):
+    for key, value in leaves(loaded.config.model_dump(mode="json")):
         *sections, name = key.split(".")
         shared = 0
         while sections[: shared + 1] == opened[: shared + 1] and shared < len(sections):

@@ -49,11 +49,6 @@ class Network:
     cache: FeatureCache | None = None
     identity: Mapping[str, Any] | None = None
 
-    @classmethod
-    def of(cls, inference: Inference, objective: Trainable) -> Network:
-        """Return a network with an existing `Inference` and without a cache."""
-        return cls(objective, inference.context, lambda: inference)
-
     @cached_property
     def inference(self) -> Inference:
         """The `Inference`, built on first use."""

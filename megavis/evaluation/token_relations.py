@@ -34,8 +34,8 @@ from megavis.model.inference import Inference
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-_MAPS_PER_BATCH = 16
+_MAPS_PER_BATCH, _BATCH_SIZE = 16, 64
+"""Images at once: attention weights take more memory than the last layer's features."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,6 @@ def plot_attention(maps: AttentionMaps, *, name: str) -> Figure:
         grid[layer][0].set_ylabel(f"layer {layer + 1}", fontsize=8)
     figure.suptitle(f"{name}: attention by offset, entropy in nats", fontsize="medium")
     return figure
-
-
-_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,11 @@ def cache(tmp_path):
 @pytest.fixture
 def network(build, tmp_path, cache):
     objective, inference = build(tmp_path / "c.yaml")
-    return replace(Network.of(inference, objective), cache=cache, identity={"weights": "these"})
+    return replace(
+        Network(objective, inference.context, lambda: inference),
+        cache=cache,
+        identity={"weights": "these"},
+    )
 
 
 def counts(cache):

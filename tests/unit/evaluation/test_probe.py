@@ -76,7 +76,9 @@ def test_unlabelled_images_are_skipped(data, monkeypatch):
 def test_probe_classifies_by_colour(build, tmp_path, data):
     objective, inference = build(tmp_path / "c.yaml")
 
-    result = probe_networks(data, Network.of(inference, objective), 2, step=3, seed=1)
+    result = probe_networks(
+        data, Network(objective, inference.context, lambda: inference), 2, step=3, seed=1
+    )
 
     assert (result.num_fitted, result.num_held_out, result.num_validation) == (96, 24, 36)
     assert result.num_classes == 3
@@ -100,7 +102,7 @@ def test_probe_classifies_by_colour(build, tmp_path, data):
 
 def test_selection_set_replaces_the_held_out_split(build, tmp_path, data, shard_folders):
     objective, inference = build(tmp_path / "c.yaml")
-    network = Network.of(inference, objective)
+    network = Network(objective, inference.context, lambda: inference)
     further = ShardDataset(shard_folders / "selection")
     chosen_by = ProbeData(data.train, data.validation, data.palette, 60, None, further)
 
@@ -143,7 +145,9 @@ def test_different_class_numbering_raises(data, monkeypatch):
 
 def test_bert_features_use_training_masks(build, tmp_path, data):
     objective, inference = build(tmp_path / "c.yaml", "objective.mode=bert")
-    got = Network.of(inference, objective).features(data.train, limit=6, num_views=2)
+    got = Network(objective, inference.context, lambda: inference).features(
+        data.train, limit=6, num_views=2
+    )
     again = extract(inference, objective, data.train, num_images=6, batch_size=2)
     np.testing.assert_allclose(got.layers, again.layers, rtol=1e-5, atol=1e-5)
 
@@ -156,7 +160,7 @@ def test_bert_features_use_training_masks(build, tmp_path, data):
 
 def test_bert_probe_votes_over_five_masks(build, tmp_path, data):
     objective, inference = build(tmp_path / "c.yaml", "objective.mode=bert")
-    network = Network.of(inference, objective)
+    network = Network(objective, inference.context, lambda: inference)
     result = probe_networks(data, network, num_views=network.num_views)
     assert result.num_views == 5
     assert all(0 <= score.vote_accuracy <= 1 for score in result.trained)
@@ -171,7 +175,9 @@ def test_probe_scores_concatenated_layers_and_low_data(build, tmp_path, data):
     objective, inference = build(tmp_path / "c.yaml")
     asked = {"concatenate": 3, "images_per_class": (2, 10), "draws": 3}
 
-    result = probe_networks(data, Network.of(inference, objective), 2, **asked)
+    result = probe_networks(
+        data, Network(objective, inference.context, lambda: inference), 2, **asked
+    )
 
     assert [score.features for score in result.concatenated] == ["trained", *["untrained"] * 2]
     assert result.concatenated[0].layers == (0, 1, 2)

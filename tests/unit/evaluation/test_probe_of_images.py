@@ -29,7 +29,7 @@ def test_probe_scores_every_layer(build_gvp, image_shards):
         60,
         30,
     )
-    features = data.features(Network.of(inference, objective))
+    features = data.features(Network(objective, inference.context, lambda: inference))
     result = probe(features, [features], data, step=0)
     assert [score.layer for score in result.trained] == [0, 1, 2, 3]
     assert torch.tensor([score.accuracy for score in result.trained]).isfinite().all()
