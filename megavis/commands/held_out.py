@@ -1,4 +1,8 @@
-"""`megavis likelihood` and `megavis ensemble`: likelihood and classes of held-out images."""
+"""`megavis likelihood`, `ensemble`, `evaluate segmentation` and `evaluate detection`.
+
+They evaluate what a run predicts for held-out images: their likelihood or classes, the classes of
+the pixels of whole images, or boxes and masks of the objects in them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,33 @@ from pathlib import Path
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, finetuned_step
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.commands.opening import first_images, job_closed, open_run, open_shards, open_unseen
+from megavis.commands.opening import (
+    first_images,
+    job_closed,
+    layout_job,
+    open_run,
+    open_shards,
+    open_unseen,
+)
 from megavis.commands.options.shared import result_place
 from megavis.composition.classification import classifier_of
+from megavis.composition.instances import Instances
+from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import Subset, halves, shuffled
+from megavis.evaluation import detection, segmentation
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
+from megavis.evaluation.figures import write_png
 from megavis.evaluation.likelihood import measure_likelihood
-from megavis.evaluation.results import EnsembleResult, EnsembleRow, LikelihoodResult
+from megavis.evaluation.results import (
+    AveragePrecision,
+    DetectionResult,
+    EnsembleResult,
+    EnsembleRow,
+    LikelihoodResult,
+    SegmentationResult,
+    share_or_dash,
+)
 from megavis.notebook import Run
 
 
@@ -127,3 +150,70 @@ def _report_classes(members: dict[str, ClassProbabilities], path: Path | None) -
     if path is not None:
         count = len(next(iter(members.values())).labels)
         EnsembleResult(count, tuple(rows)).write(path)
+
+
+def evaluate_segmentation(args: argparse.Namespace) -> int:
+    """Predict, and write and print the result on the main process."""
+    with layout_job(args):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+        objective = opened.objective
+        if not isinstance(objective, Segmentation):
+            raise UserError(f"{args.run_folder} was not fine-tuned with finetune.task: segments")
+        images = open_unseen(opened, args.images or objective.settings.test, option="--images")
+        names, side = objective.classes_of(images.manifest), opened.config.data.image_size
+        stride = args.stride or max(1, 2 * side // 3)
+        if stride > side:
+            raise UserError(f"--stride {stride}: must be at most {side}, the side of a window")
+        result = segmentation.evaluate_originals(
+            opened.inference, objective, images, stride=stride, limit=args.num_images
+        )
+        is_main, step = opened.context.is_main, opened.step
+    if is_main:
+        path, data = result_place(args), str(images.directory)
+        sys.stdout.write(
+            f"mIoU {result.mean_iou:.1%}, mean accuracy {result.mean_accuracy:.1%}, pixels"
+            f" {result.pixel_accuracy:.1%} | N {result.num_images} of {data}, windows every"
+            f" {stride} pixels, step {step}\n"
+        )
+        SegmentationResult(step, data, stride, result, class_names=names).write(path)
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def evaluate_detection(args: argparse.Namespace) -> int:
+    """Find objects, and write and print the result on the main process."""
+    with layout_job(args):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+        objective = opened.objective
+        if not isinstance(objective, Instances):
+            raise UserError(f"{args.run_folder} was not fine-tuned with finetune.task: instances")
+        images = open_unseen(opened, args.images or objective.settings.test, option="--images")
+        names = objective.classes_of(images.manifest)
+        found = detection.evaluate_detection(
+            opened.inference,
+            objective,
+            images,
+            batch_size=args.batch_size,
+            limit=args.num_images,
+        )
+        title = f"step {opened.step}: box AP {share_or_dash(found.box.ap)}"
+        picture = detection.plot_examples(opened.inference, objective, images, names, title=title)
+        is_main, step = opened.context.is_main, opened.step
+    if is_main:
+        path = result_place(args)
+        sys.stdout.write(
+            f"{_numbers_line('box', found.box)}\n{_numbers_line('mask', found.mask)}\n"
+            f"N {found.num_images} of {images.directory}, step {step}\n"
+        )
+        DetectionResult(step, str(images.directory), found, class_names=names).write(path)
+        write_png(path.with_suffix(".png"), picture)
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _numbers_line(name: str, numbers: AveragePrecision) -> str:
+    """Return the twelve numbers in a line."""
+    record = numbers.record()
+    record.pop("by_class")
+    parts = (f"{key.replace('_', ' ')} {share_or_dash(value)}" for key, value in record.items())
+    return f"{name}: {', '.join(parts)}"

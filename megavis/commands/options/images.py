@@ -323,7 +323,7 @@ def _add_segmentation(verbs: Any) -> None:
     add_result_file(parser, "segmentation.json")
     add_precision(parser)
     add_layout_argument(parser)
-    parser.set_defaults(run="segmentation:evaluate")
+    parser.set_defaults(run="held_out:evaluate_segmentation")
 
 
 def _add_detection(verbs: Any) -> None:
@@ -346,7 +346,8 @@ def _add_detection(verbs: Any) -> None:
     add_layout_argument(parser)
     # A picture is written next to it, with the same name.
     parser.set_defaults(
-        run="detection:evaluate", check=lambda args: _require_suffix(args.out, "--out", ".json")
+        run="held_out:evaluate_detection",
+        check=lambda args: _require_suffix(args.out, "--out", ".json"),
     )
 
 
