@@ -27,6 +27,7 @@ from megavis.commands.options.shared import chosen_options, refuse_options, spel
 from megavis.composition.model import generator_of
 from megavis.config.errors import UserError, counted
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
+from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import Batch, read_batch, read_round_robin
 from megavis.evaluation.images.results import MomentsResult
 from megavis.evaluation.images.set_metrics import compare, largest_differences
@@ -243,16 +244,14 @@ def _network_settings(opened: Run) -> dict[str, Any]:
 
 def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> None:
     """Compare generated with held-out latents and, for reference, training with held-out ones."""
-    folder = args.images or opened.config.data.validation
-    if folder is None:
-        raise UserError("the run has no data.validation; name latents shards with --images")
-    held_out, labels = _stored_latents(opened, folder, args.num_images)
+    dataset = open_held_out(opened, args.images, option="--images")
+    held_out, labels = _stored_latents(opened, dataset, args.num_images)
     drawn = sampler.sample(len(labels), conditions={"labels": labels}, batch_size=args.batch_size)
     found = {**chosen_options(args), **compare(drawn.cpu(), held_out)}
     differences = {"drawn": found["largest_difference"]}
     trained_on = opened.config.data.train
     if isinstance(trained_on, str) and Path(trained_on, MANIFEST_NAME).exists():
-        seen, _ = _stored_latents(opened, trained_on, args.num_images)
+        seen, _ = _stored_latents(opened, open_shards(opened, trained_on), args.num_images)
         found["training_difference"] = largest_differences(seen, held_out)
         differences["of training"] = found["training_difference"]
     if opened.context.is_main:
@@ -266,9 +265,8 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
         sys.stdout.write(f"{path}\n")
 
 
-def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tensor]:
-    """Return latents `[b, c, h, w]`, evenly spaced over a shard folder, and their labels."""
-    dataset = open_shards(opened, folder)
+def _stored_latents(opened: Run, dataset: ShardDataset, count: int) -> tuple[Tensor, Tensor]:
+    """Return latents `[b, c, h, w]`, evenly spaced over the shards, and their labels."""
     places = np.linspace(0, len(dataset) - 1, min(len(dataset), count)).astype(np.int64)
     batch = read_batch(dataset, places, places)
     latents = generator_of(opened.objective).tokens_of(batch.inputs, batch.sample_index)

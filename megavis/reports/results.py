@@ -273,7 +273,7 @@ def _segmentation(run: RunRecord, result: SegmentationResult) -> Iterator[Block]
     )
     yield Table("Accuracy", ("", "value"), _rows_of_pixels(found), caption)
     pairs = zip(result.class_names, found.iou, strict=True)
-    rows = [(name, _cell(iou)) for name, iou in pairs]
+    rows = [(name, percent(iou)) for name, iou in pairs]
     yield Table("IoU by class", ("class", "IoU"), rows)
 
 
@@ -300,17 +300,13 @@ def _objects(found: DetectionAccuracy, names: Sequence[str], caption: str) -> It
         "ar_large": "recall, above 96² pixels",
     }
     rows = [
-        (label, *(_cell(getattr(each, name)) for each in (found.box, found.mask)))
+        (label, *(percent(getattr(each, name)) for each in (found.box, found.mask)))
         for name, label in labels.items()
     ]
     yield Table("Average precision and recall", columns, rows, caption)
     by_class = zip(names, found.box.by_class, found.mask.by_class, strict=True)
-    rows = [(name, _cell(box), _cell(mask)) for name, box, mask in by_class]
+    rows = [(name, percent(box), percent(mask)) for name, box, mask in by_class]
     yield Table("Average precision by class", ("class", "boxes", "masks"), rows)
-
-
-def _cell(share: float | None) -> str:
-    return "–" if share is None else percent(share)
 
 
 def _likelihood(run: RunRecord, result: LikelihoodResult) -> Iterator[Block]:

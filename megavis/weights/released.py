@@ -101,10 +101,6 @@ class ReleasedTensors(dict[str, Tensor]):
                 )
 
 
-def _nothing(_: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Released:
     """Released weights, and the run that they become.
@@ -129,7 +125,7 @@ class Released:
     table: Table
     image_size: int
     sections: Mapping[str, Any] = field(default_factory=dict)
-    derived: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _nothing
+    derived: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda _: {}
     ignored: str = "(?!)"
     validates: bool = False
     palette: Palette | None = None
