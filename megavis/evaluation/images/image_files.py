@@ -50,14 +50,16 @@ class NpzImages:
     """The array `arr_0`, uint8 `[N, H, W, 3]`, ADM's format; raise UserError if there is none."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.sha256 = path, sha256_of_file(path)
+        self.path = path
         try:
+            self.sha256 = sha256_of_file(path)
             # Read a stream, since numpy would load all images at once.
             archive = zipfile.ZipFile(path)
             self._file: IO[bytes] = archive.open(_MEMBER)  # noqa: SIM115 - read as long as this lives
             shape, fortran, dtype = _read_header(self._file)
-        except (zipfile.BadZipFile, KeyError, ValueError) as error:
-            raise UserError(f"{path} has no array arr_0 of images: {error}") from None
+        except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{path} has no array arr_0 of images: {reason}") from None
         if fortran or dtype != np.uint8 or len(shape) != 4 or shape[3] != 3:
             raise UserError(f"arr_0 of {path} is {dtype} {list(shape)}, not uint8 [N, H, W, 3]")
         self._start, self._count = self._file.tell(), shape[0]
@@ -150,8 +152,8 @@ class ShardImages:
     """
 
     def __init__(self, path: Path, image_size: int | None = None) -> None:
-        self.path, self.sha256 = path, sha256_of_file(path / MANIFEST_NAME)
         manifest = Manifest.read(path)
+        self.path, self.sha256 = path, sha256_of_file(path / MANIFEST_NAME)
         self._palette: Palette | None = None
         transform = None
         if manifest.kind == "palette":

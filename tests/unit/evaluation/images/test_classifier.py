@@ -139,6 +139,24 @@ def test_command_scores_samples_real_images_and_reconstructions(folders, capsys)
     assert record["reconstructions"] == class_accuracies(fitted, made, labels, CLASSES).record()
 
 
+@pytest.mark.parametrize(
+    ("samples", "train", "reason"),
+    [
+        ("missing.npz", "train", "has no array arr_0 of images: No such file or directory"),
+        (".", "train", "has no array arr_0 of images: Is a directory"),
+        ("samples.npz", "missing", "missing does not exist: give a shard folder"),
+        ("samples.npz", "samples.npz", "samples.npz"),
+    ],
+)
+def test_files_that_are_not_there_are_named(folders, tmp_path, capsys, samples, train, reason):
+    np.savez(tmp_path / "samples.npz", arr_0=np.zeros((3, 8, 8, 3), np.uint8))
+    words = ["--train", str(tmp_path / train), "--images", str(folders / "real")]
+    if train == "train":
+        words[1] = str(folders / train)
+    assert main(["evaluate", "classes", str(tmp_path / samples), *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_mismatched_classes_are_refused(folders, tmp_path, capsys):
     for number in range(4):
         path = tmp_path / "images" / "round" / f"{number}.png"
