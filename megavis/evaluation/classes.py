@@ -28,7 +28,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import Batch, evaluation_batches
 from megavis.evaluation.features import LabelledFeatures, view_of
-from megavis.evaluation.figures import plain_axes
+from megavis.evaluation.figures import legend_below, plain_axes
 from megavis.evaluation.images.results import NamedRight
 from megavis.evaluation.linear import majority_vote
 from megavis.evaluation.results import ClassAccuracy
@@ -179,7 +179,7 @@ def plot_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> 
     layers = [score.layer for score in scores]
     axes.plot(layers, [100 * s.trained for s in scores], "o-", color="#1f5fa8", label=name)
     axes.plot(layers, [100 * s.untrained for s in scores], "o-", color="#8a8a8a", label="untrained")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    legend_below(figure)
     return figure
 
 

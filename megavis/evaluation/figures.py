@@ -110,7 +110,7 @@ def plot_depth(result: ProbeResult, *, name: str) -> Figure:
         "circle: best on held-out training images",
         fontsize="medium",
     )
-    _legend(figure)
+    legend_below(figure)
     return figure
 
 
@@ -138,7 +138,7 @@ def plot_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figu
     axes.invert_xaxis()
     axes.margins(0.08, 0.15)
     axes.set_title("checkpoints by step", fontsize="medium")
-    _legend(figure)
+    legend_below(figure)
     return figure
 
 
@@ -217,13 +217,13 @@ def plain_axes(x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def legend_below(figure: Figure, *, columns: int = 2) -> None:
+    """Add a legend below the axes, where it covers no curve."""
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
+
+
 def _line(axes: Axes, x: Any, share: Any, color: str, label: str, *, linestyle: str = "-") -> None:
     axes.plot(x, _percent(share), linestyle, marker="o", markersize=4, color=color, label=label)
-
-
-def _legend(figure: Figure) -> None:
-    # Below the axes, so that it covers no curve.
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

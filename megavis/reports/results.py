@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import Any
 
 from megavis.data.format.files import from_json
+from megavis.evaluation.figures import depth_rows
 from megavis.evaluation.images.results import SamplesResult
 from megavis.evaluation.results import (
     ConcatenatedScore,
     DetectionAccuracy,
     DetectionResult,
     FinetuneResult,
-    LayerScore,
     LikelihoodResult,
     PixelAccuracy,
     ProbeResult,
@@ -187,22 +187,19 @@ def _probe(run: RunRecord, result: ProbeResult) -> Iterator[Block]:
 
 
 def _depth_chart(result: ProbeResult, data: str) -> Block:
-    layers = [score.layer for score in result.trained]
-    lines = [Line(layers, _accuracies(result.trained), 0, f"step {result.step}", marks=True)]
-    networks = [_accuracies(scores) for scores in result.untrained]
-    columns = list(zip(*networks, strict=True))
-    mean = [fmean(column) for column in columns]
-    band = [min(column) for column in columns], [max(column) for column in columns]
-    name = f"untrained, mean and range of {len(networks)}"
-    lines.append(Line(layers, mean, None, name, marks=True, band=band))
-    pixels = 100 * result.pixels.accuracy
-    lines.append(Line([layers[0], layers[-1]], [pixels] * 2, 1, "raw pixels", dashed=True))
+    rows = depth_rows(result)
+    columns = {key: [100 * row[key] for row in rows] for key in rows[0] if key != "trained_vote"}
+    layers = [row["layer"] for row in rows]
+    band = columns["untrained_lowest"], columns["untrained_highest"]
+    name = f"untrained, mean and range of {len(result.untrained)}"
+    ends, pixels = [layers[0], layers[-1]], columns["raw_pixels"][:2]
+    lines = [
+        Line(layers, columns["trained"], 0, f"step {result.step}", marks=True),
+        Line(layers, columns["untrained_mean"], None, name, marks=True, band=band),
+        Line(ends, pixels, 1, "raw pixels", dashed=True),
+    ]
     title = "Accuracy by depth"
     return line_chart(title, lines, x="layer", y="accuracy (%)", caption=data)
-
-
-def _accuracies(scores: Sequence[LayerScore]) -> list[float]:
-    return [100 * score.accuracy for score in scores]
 
 
 def _concatenated(scores: Sequence[ConcatenatedScore]) -> Iterator[tuple[str, str]]:

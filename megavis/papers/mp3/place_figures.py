@@ -24,7 +24,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.densities.categorical import Place
-from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
+from megavis.evaluation.figures import FigureInput, RenderedFigure, legend_below, plain_axes
 from megavis.evaluation.results import PositionAccuracy
 from megavis.model.inference import Inference
 from megavis.sampling.pictures import hide, image_grid, pixels_of
@@ -171,7 +171,7 @@ def plot_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: 
     axes.axvline(trained_at, color="#c2571a", alpha=0.5, label="η in training")
     axes.set_ylim(bottom=0)
     axes.set_title(name, fontsize="medium")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    legend_below(figure, columns=3)
     return figure
 
 
