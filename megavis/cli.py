@@ -130,7 +130,7 @@ def run_process() -> NoReturn:
             # torch's, where a job is open, names the rank.
             sys.excepthook(*sys.exc_info())
         code = 1
-    if code and _is_one_of_several():
+    if code and _rank_and_size()[1] > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -138,11 +138,13 @@ def run_process() -> NoReturn:
     sys.exit(code)
 
 
-def _is_one_of_several() -> bool:
-    """Return whether this process belongs to a job of several."""
-    with contextlib.suppress(UserError):  # An incomplete environment of a launcher.
-        return read_launch(os.environ).world_size > 1
-    return False
+def _rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and its job's size: 0 of 1 where a launcher's are incomplete."""
+    try:
+        launch = read_launch(os.environ)
+    except UserError:
+        return 0, 1
+    return launch.rank, launch.world_size
 
 
 def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
@@ -303,11 +305,8 @@ def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
     # Imported here: it imports numpy.
     from megavis.training.provenance import record_command
 
-    with contextlib.suppress(
-        UserError
-    ):  # An incomplete launcher environment names no other process.
-        if read_launch(os.environ).rank > 0:
-            return
+    if _rank_and_size()[0] > 0:
+        return
     folders = [*getattr(parsed, "run_folders", ()), getattr(parsed, "run_folder", None)]
     for folder in folders:
         with contextlib.suppress(OSError):
