@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -74,9 +76,17 @@ class RunPage:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Render one or several runs as an HTML page. Raises OSError if a file cannot be read."""
+    """Render one or several runs as an HTML page. Raises OSError if a file cannot be read.
+
+    Runs that have a name in common are called by their folders.
+    """
     import jinja2
 
+    counts = Counter(run.name for run in runs)
+    runs = [
+        dataclasses.replace(run, name=str(run.folder)) if counts[run.name] > 1 else run
+        for run in runs
+    ]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megavis.reports", "."),
         autoescape=True,
@@ -143,7 +153,8 @@ def _commands(run: RunRecord) -> Iterator[tuple[str, Sequence[str]]]:
         yield "Training as started", list(dict.fromkeys(started))
     if run.config_text:
         config = str(run.folder / "config.yaml")
-        again = shlex.join(["megavis", verb, config, f"name={run.name}_again"])
+        name = run.setting("name", run.folder.name)
+        again = shlex.join(["megavis", verb, config, f"name={name}_again"])
         yield "Training from the resolved config", [again]
     if run.commands:
         done = [record["command"] for record in run.commands if "command" in record]

@@ -47,10 +47,11 @@ from megavis.training.provenance import read_commands, read_faults, read_starts
 class RunRecord:
     """One run: its `config.yaml`, empty if there is none, and the lines of its records.
 
-    There is at least one line of metrics.
+    There is at least one line of metrics. The name is the config's, or the folder's.
     """
 
     folder: Path
+    name: str
     config_text: str
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
@@ -75,22 +76,20 @@ class RunRecord:
                 f"{path} is empty: training writes its first line after training.log_every steps,"
                 " or at its first validation"
             )
-        config, has_config = folder / "config.yaml", (folder / "config.yaml").exists()
+        file, text, config = folder / "config.yaml", "", dict[str, Any]()
+        if file.exists():
+            # Not as a `RunConfig`: keys of earlier versions may be unknown today.
+            text, config = file.read_text("utf-8"), read_tree(file, ConfigSource(str(file)))
         return cls(
             folder,
-            config_text=config.read_text(encoding="utf-8") if has_config else "",
-            # Not as a `RunConfig`: keys of earlier versions may be unknown today.
-            config=read_tree(config, ConfigSource(str(config))) if has_config else {},
+            name=str(config.get("name") or folder.resolve().name),
+            config_text=text,
+            config=config,
             metrics=metrics,
             starts=read_starts(folder),
             commands=read_commands(folder),
             faults=read_faults(folder),
         )
-
-    @property
-    def name(self) -> str:
-        """Name of the run; its folder's name if it has no config."""
-        return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
     def objective(self) -> str:

@@ -128,6 +128,16 @@ def test_runs_share_one_loss_figure(page_of_two):
     assert "<b>" not in page
 
 
+def test_runs_of_one_name_are_told_apart(run_folder, tmp_path):
+    """They are called by their folders, in legends, columns and events."""
+    folders = [run_folder, Path(shutil.copytree(run_folder, tmp_path / "again"))]
+    page = render([RunRecord.read(folder) for folder in folders])
+    loss = page[page.index("<h4>Loss</h4>") :]
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', loss)[1]
+    assert re.findall(r"<li [^>]*>(.*?)</li>", legend) == list(map(str, folders))
+    assert f"megavis train {tmp_path}/again/config.yaml name=first_again" in page
+
+
 def test_page_is_self_contained(page_of_two):
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page_of_two)
     assert "url(" not in re.sub(r"url\(#\w+\)", "", page_of_two)
