@@ -95,14 +95,9 @@ def collect_features(
     num_images: int | None = None,
     num_kept: int,
 ) -> FeatureSummary:
-    """Compute features of images, with a progress bar on a terminal.
+    """Compute features of `num_images` evenly spread images, by default all of them.
 
-    Args:
-        images: image files.
-        network: computes features.
-        args: has the batch size.
-        num_images: number of images, evenly spread; None for all.
-        num_kept: maximum number of feature vectors to keep.
+    At most `num_kept` feature vectors are kept.
     """
     count = min(num_images or len(images), len(images))
     # ADM's evaluator reads arrays in order; the order of files in a folder means nothing.
@@ -404,14 +399,9 @@ def _evaluate_maps(
 def _write_table(
     path: Path, opened: Run, result: PanopticResult | DepthResult, *, stage: str, name: str
 ) -> None:
-    """Write a run's errors next to its paper's, if that has a table of them.
+    """Write a run's errors, beside `path`, into the table of its paper, if that has one.
 
-    Args:
-        path: of the result; the table is written next to it.
-        opened: the run.
-        result: its errors.
-        stage: what has made the maps.
-        name: file name of such results in run folders.
+    `stage` is what has made the maps; `name` is the file name of such results in run folders.
     """
     if (table := dense_table(opened.config.objective.name)) is None:
         return

@@ -62,9 +62,7 @@ class Form:
     def parse(cls, content: Any, *, strict: bool = True) -> Self:
         """Invert `record`; raise ValueError with the reason for content of another form.
 
-        Args:
-            content: content of the file.
-            strict: reject numbers that are written as text.
+        `strict`: reject numbers that are written as text.
         """
         if not isinstance(content, dict):
             raise ValueError(f"it should hold JSON objects, not {str(content)[:40]!r}")

@@ -119,11 +119,9 @@ def reconstruction_of(
 def markdown_of(
     table: PublishedTable, name: str, values: Mapping[str, float], *, images: str
 ) -> str:
-    """Return the table with a further row.
+    """Return a paper's table with a further row, of a run.
 
     Args:
-        table: of the paper.
-        name: of the run.
         values: by column; others are empty. They have as many decimals as the paper's.
         images: number and folder of the run's images.
     """

@@ -63,9 +63,6 @@ def aim_table(*, num_layers: int, num_heads: int, patch_size: int, probed: int) 
     """Map the tensors of a run with a probe to the released names.
 
     Args:
-        num_layers: blocks of the trunk.
-        num_heads: attention heads.
-        patch_size: side of a patch in pixels.
         probed: the last block, counted from 1, whose output is probed; blocks above it are dropped.
     """
     top = "head" if probed == num_layers else f"blocks.{probed}"

@@ -33,8 +33,6 @@ def model_card(
     """Return the card in Markdown.
 
     Args:
-        run: the run.
-        weights: its parameters.
         library: the Hub's `library_name`.
         task: the Hub's `pipeline_tag`.
         use: Python code that opens the folder, which it calls `DIR`.

@@ -24,7 +24,6 @@ def unstacked(tensors: Mapping[str, Tensor], prefix: str, *, axis: int = 0) -> d
     """Return the arrays with the blocks' unstacked, as in `encoder/encoderblock_3/...`.
 
     Args:
-        tensors: all arrays.
         prefix: of blocks, before their number. Stacked, they have none, nor an underscore.
         axis: on which they are stacked, if they are.
     """
@@ -118,8 +117,7 @@ def network_rows(
     Args:
         network: one of the same sizes, maybe on the meta device.
         renamed: the released name of a layer of ours.
-        ours: prefix of our names.
-        theirs: prefix of theirs.
+        ours, theirs: prefixes of the names.
     """
     rows = []
     for name, parameter in network.named_parameters():

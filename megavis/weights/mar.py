@@ -42,16 +42,7 @@ def mar_table(
     decoder_heads: int,
     denoiser_layers: int,
 ) -> Table:
-    """Map the tensors of a run to the released names.
-
-    Args:
-        class_rows: rows that hold the class.
-        num_layers: blocks of the encoder.
-        num_heads: attention heads of the encoder.
-        decoder_layers: blocks of the decoder.
-        decoder_heads: attention heads of the decoder.
-        denoiser_layers: residual blocks of the MLP.
-    """
+    """Map the tensors of a run to the released names; `class_rows` hold the class."""
     # One table of positions, class rows first.
     places = Layout(
         lambda table: (table[0, :class_rows], table[0, class_rows:]),

@@ -25,12 +25,7 @@ _BLOCKS = "layers."
 
 
 def randar_table(*, num_layers: int, num_heads: int) -> Table:
-    """Map the tensors of a run to the released names.
-
-    Args:
-        num_layers: blocks.
-        num_heads: attention heads.
-    """
+    """Map the tensors of a run to the released names."""
     table = [
         Row("embedding.content.weight", "tok_embeddings.weight"),
         Row("embedding.start.weight", "cls_embedding.embedding_table.weight"),

@@ -34,14 +34,7 @@ _FRONT = 2
 
 
 def rar_table(*, num_ids: int, vocabulary_size: int, num_layers: int, num_heads: int) -> Table:
-    """Map the tensors of a run to the released names.
-
-    Args:
-        num_ids: ids of an image.
-        vocabulary_size: entries of the tokenizer's codebook.
-        num_layers: blocks.
-        num_heads: attention heads.
-    """
+    """Map the tensors of a run to the released names; an image has `num_ids` ids."""
     last = "adaln_before_head.adaLN_modulation.1"
     table = [
         Row(

@@ -206,8 +206,6 @@ def write_run(
     """Write a new run folder with a checkpoint.
 
     Args:
-        run_folder: the new folder.
-        config: of the run.
         weights: unsharded parameters under megavis' names.
         palette: to keep with the run, if any.
         tokenizer: SHA-256 of the tokenizer that it was trained with; default: the palette's.
@@ -316,7 +314,6 @@ def read_hub_folder(
     """Return `config.json` and the tensors of a folder of `transformers`.
 
     Args:
-        folder: the folder.
         model: the class of transformers whose tensors are wanted.
         kind: its `model_type`.
         renamed: gives the tensors the names that the form's table has.

@@ -159,12 +159,7 @@ def vit_table(
     """Return the names of a fine-tuning run of DARL with learned positions, and a library's.
 
     Args:
-        names: the library's.
-        prefix: before all of them but the classifier's.
-        num_layers: blocks.
-        num_heads: attention heads.
-        patch_size: side of a patch in pixels.
-        classifies: there is a classifier.
+        prefix: before all of the library's names but the classifier's.
         statistics: mean and deviation by which pixels in [0, 1] are standardised. For others than
             ImageNet's, by which megavis always does, the patch embedding changes in an import.
     """
@@ -253,7 +248,6 @@ def vit_run(
     Args:
         tensors: as released; a classifier of zeros is added if there is none.
         settings: sizes in the words of transformers.
-        names: the library's.
         prefix: as for `vit_table`.
         statistics: by which its pixels in [0, 1] are standardised.
         read_out: what its classifier reads, as `finetune.read_out`.

@@ -154,7 +154,6 @@ def refuse_options(args: argparse.Namespace, options: Iterable[str], to: str) ->
     """Raise UserError if options were set to other values than their defaults.
 
     Args:
-        args: the parsed command line.
         options: as typed, such as `--top-k`.
         to: end of the error message, such as `to a run of igpt`.
     """

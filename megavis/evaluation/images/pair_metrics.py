@@ -120,12 +120,9 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
 def score_filling(
     originals: Tensor, made: Tensor, hidden: Tensor, *, perceptual: PerceptualDistance | None = None
 ) -> dict[str, float]:
-    """Compare images with a predicted part to the originals.
+    """Compare images with a predicted part to the originals, uint8 `[b, h, w, 3]` each.
 
-    Args:
-        originals: uint8 `[b, h, w, 3]`.
-        made: uint8 `[b, h, w, 3]`, equal to the originals outside the hidden pixels.
-        hidden: bool `[b, h, w]`, the predicted pixels.
+    They are equal outside the `hidden` pixels, bool `[b, h, w]`, which were predicted.
 
     Returns:
         `psnr`: in dB, over the hidden pixels of all images; `psnr_of_images`: the mean over images
