@@ -39,7 +39,6 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import load_run_config
 from megavis.config.papers import FigureSpec, paper_figures
-from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.data.loading.labels import check_numbering
 from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.data.loading.loader import read_round_robin
@@ -125,13 +124,16 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
         opened = open_run(folder, step=step, precision=args.precision)
         check_applies("likelihood", opened)
         cache = feature_cache(opened, args)
+        # Labelled if the run reads classes.
+        own = args.loss_images or opened.config.data.validation or args.validation
+        loss_images = open_unseen(opened, own, option="--loss-images")
         score = score_checkpoint(
             opened.config.name,
             step,
             network_of(opened, cache),
             probe_data(opened, args),
             _probe_settings(args),
-            loss_images=_loss_images(opened, args),
+            loss_images=first_images(opened, loss_images, args.num_loss_images),
             num_loss_images=args.num_loss_images,
         )
         sys.stdout.write(
@@ -141,17 +143,6 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
         report_cache(cache)
         sys.stdout.flush()
         yield score
-
-
-def _loss_images(opened: Run, args: argparse.Namespace) -> ShardDataset | Subset:
-    """Open the held-out images of a run for its loss, labelled if it reads classes.
-
-    Raises:
-        UserError: the run was trained on them.
-    """
-    own = opened.config.data.validation or args.validation
-    images = open_unseen(opened, args.loss_images or own, option="--loss-images")
-    return first_images(opened, images, args.num_loss_images)
 
 
 def plot_completions(args: argparse.Namespace) -> int:

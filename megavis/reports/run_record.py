@@ -263,7 +263,7 @@ def _classes(result: FinetuneResult) -> Iterator[EvalMetric]:
     if isinstance(found, PixelAccuracy):
         yield _share("segments", "mIoU of crops", found.mean_iou, note, step=result.step)
     elif isinstance(found, DetectionAccuracy):
-        yield from _objects(found, result.step)
+        yield from _objects(result)
     else:
         yield _share("classes", "test images", found.top1, note, step=result.step)
 
@@ -276,15 +276,13 @@ def _segments(result: SegmentationResult) -> Iterator[EvalMetric]:
     yield _share("segments", "pixels", found.pixel_accuracy, note, step=result.step)
 
 
-def _detection(result: DetectionResult) -> Iterator[EvalMetric]:
-    """Detection on whole images."""
-    yield from _objects(result.accuracy, result.step)
-
-
-def _objects(found: DetectionAccuracy, step: int) -> Iterator[EvalMetric]:
+def _objects(result: FinetuneResult | DetectionResult) -> Iterator[EvalMetric]:
+    found = result.accuracy
+    assert isinstance(found, DetectionAccuracy)
     for name, numbers in (("box AP", found.box), ("mask AP", found.mask)):
         if numbers.ap is not None:
-            yield _share("instances", name, numbers.ap, f"of {found.num_images}", step=step)
+            note = f"of {found.num_images}"
+            yield _share("instances", name, numbers.ap, note, step=result.step)
 
 
 def _positions(rows: Sequence[PositionAccuracy]) -> Iterator[EvalMetric]:
@@ -368,7 +366,7 @@ _MEASURES: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
     "probe.json": _probe,
     "finetune_test.json": _classes,
     "segmentation.json": _segments,
-    "detection.json": _detection,
+    "detection.json": _objects,
     "positions.csv": _positions,
     "completions.csv": _completions,
     "groups.csv": _groups,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 
 import torch
-from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
@@ -22,6 +21,11 @@ from megavis.weights.vqgan import with_tokenizer
 
 _HEAD_SIZE, _GRID = 64, 16
 _BLOCKS = "layers."
+# Rows of gates and of values, `[f, h]` each, alternate as `swiglu` has them: `[2 f, h]`.
+_GATED = Layout(
+    lambda gates, values: torch.stack([gates, values], dim=1).flatten(0, 1),
+    lambda rows: rows.unflatten(0, (-1, 2)).unbind(1),
+)
 
 
 def randar_table(*, num_layers: int, num_heads: int) -> Table:
@@ -52,18 +56,6 @@ def randar_table(*, num_layers: int, num_heads: int) -> Table:
             Row(f"{ours}.mlp.linear_fc2.weight", f"{theirs}.feed_forward.w2.weight"),
         ]
     return table
-
-
-def _joined(gates: Tensor, values: Tensor) -> Tensor:
-    """Let rows of gates and of values `[f, h]` alternate, as `swiglu` has them: `[2 f, h]`."""
-    return torch.stack([gates, values], dim=1).flatten(0, 1)
-
-
-def _parted(rows: Tensor) -> tuple[Tensor, ...]:
-    return rows.unflatten(0, (-1, 2)).unbind(1)
-
-
-_GATED = Layout(_joined, _parted)
 
 
 def read_randar(args: argparse.Namespace) -> Released:
