@@ -85,15 +85,15 @@ def _package(module: str, distribution: str, purpose: str, required: bool = Fals
 
 
 def _attempt(action: Callable[[], object]) -> tuple[bool, str]:
-    """Return whether an action succeeded, and why not.
+    """Return whether an action succeeded, and the text that it returned, if any, or why not.
 
     A broken package may raise anything on import, and the doctor must continue.
     """
     try:
-        action()
+        found = action()
     except Exception as error:
         return False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return True, ""
+    return True, found if isinstance(found, str) else ""
 
 
 def _version(distribution: str) -> str | None:
@@ -125,21 +125,18 @@ def _devices() -> Iterator[SystemCheck]:
 
 def _process_group() -> SystemCheck:
     """Run an all-reduce in a job of one process: the shortest test that the parts work together."""
-    summed = ""
 
-    def add_up() -> None:
-        nonlocal summed
+    def add_up() -> str:
         from megavis.parallel.context import close_context, joined_device, open_context
         from megavis.parallel.launch import read_launch
 
         context = open_context(read_launch({}), device=joined_device(None))
         try:
-            summed = _all_reduce(context.device)
+            return _all_reduce(context.device)
         finally:
             close_context()
 
-    found, detail = _attempt(add_up)
-    return SystemCheck("process group", found, detail or summed, "everything", True)
+    return SystemCheck("process group", *_attempt(add_up), "everything", True)
 
 
 def _all_reduce(device: torch.device) -> str:
@@ -158,14 +155,18 @@ def compiled_kernel() -> SystemCheck:
     """Compile a Triton kernel and run it on the GPU; every run depends on it by default."""
     import torch
 
-    from megavis.model.kernel_compiler import why_not_compiled
-
     name, purpose = "Triton kernel", "training.kernels: auto, the default on a GPU"
     if not torch.cuda.is_available():
         return SystemCheck(name, False, "not tried: there is no GPU to run one", purpose)
-    reason = why_not_compiled(torch.device("cuda"))
+
+    def why_not() -> str:
+        from megavis.model.kernel_compiler import why_not_compiled
+
+        return why_not_compiled(torch.device("cuda")) or ""
+
+    tried, reason = _attempt(why_not)
     detail = reason or f"compiled and run on {torch.cuda.get_device_name()}"
-    return SystemCheck(name, reason is None, detail, purpose, required=True)
+    return SystemCheck(name, tried and not reason, detail, purpose, required=True)
 
 
 def apex() -> SystemCheck:
@@ -204,12 +205,17 @@ def _libaio() -> SystemCheck:
     purpose = "offload to NVMe"
     if ctypes.util.find_library("aio") is None:
         return SystemCheck("libaio", False, "not installed", purpose)
-    from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    # DeepSpeed's own test links a program, so it also needs the development files.
-    found = bool(AsyncIOBuilder().is_compatible(verbose=False))
-    detail = "library and development files" if found else "its development files are missing"
-    return SystemCheck("libaio", found, detail, purpose)
+    def why_not() -> str:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        # DeepSpeed's own test links a program, so it also needs the development files.
+        compatible = AsyncIOBuilder().is_compatible(verbose=False)
+        return "" if compatible else "its development files are missing"
+
+    tried, reason = _attempt(why_not)
+    detail = reason or "library and development files"
+    return SystemCheck("libaio", tried and not reason, detail, purpose)
 
 
 def _as_table(findings: list[SystemCheck], can_train: bool) -> str:

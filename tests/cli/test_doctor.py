@@ -85,6 +85,23 @@ def test_transformer_engine_import_error_is_reported(package):
     assert finding.detail == "OSError: libcublas.so is missing"
 
 
+def test_a_library_without_deepspeed_is_reported(monkeypatch):
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libaio.so.1")
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", None)
+    finding = doctor._libaio()
+    assert not finding.found
+    assert finding.detail.startswith("ModuleNotFoundError: import of deepspeed.ops.op_builder")
+
+
+def test_a_gpu_without_megatron_is_reported(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "megavis.model.kernel_compiler", None)
+    finding = doctor.compiled_kernel()
+    assert not finding.found
+    assert finding.required
+    assert finding.detail.startswith("ModuleNotFoundError: import of megavis.model.kernel_compiler")
+
+
 def test_missing_requirements_set_the_exit_code(monkeypatch, capsys):
     missing = doctor.SystemCheck("torch", False, "not installed", "everything", required=True)
     optional = doctor.SystemCheck("libaio", False, "not installed", "offload to NVMe")
