@@ -8,6 +8,7 @@ below.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -71,7 +72,8 @@ class PublishedPaper:
 _TABLES = TypeAdapter(tuple[PublishedTable, ...])
 
 
-def published_papers() -> dict[str, PublishedPaper]:
+@functools.cache
+def published_papers() -> Mapping[str, PublishedPaper]:
     """Return the papers with published results by name of their objective."""
     folder = resources.files("megavis.reports") / "published"
     papers: dict[str, PublishedPaper] = {}
