@@ -153,6 +153,11 @@ class FirstParts:
         return self.source.class_names
 
     @property
+    def label_column(self) -> str:
+        """Origin of the labels of the source."""
+        return self.source.label_column
+
+    @property
     def sha256(self) -> str:
         """Identity of the source, since the choice of parts does not change their content."""
         return self.source.sha256

@@ -202,9 +202,18 @@ class ParquetSource:
     other_files: Mapping[str, int]
 
     @property
+    def label_column(self) -> str:
+        """The column of labels."""
+        return self.columns.label
+
+    @property
     def sha256(self) -> str:
-        """Identity of the names and sizes of files, of what is read, and of the selection."""
-        digest = hashlib.sha256(f"{self.selection.identity} {self.columns}\n".encode())
+        """Identity of the files, by name and size, and of the images that are read of them.
+
+        Labels belong to it only where they choose the images.
+        """
+        columns = self.columns if None in self.columns.labels else Columns(self.columns.image)
+        digest = hashlib.sha256(f"{self.selection.identity} {columns}\n".encode())
         for path, num_bytes, _ in self.files:
             digest.update(f"{path.name}\0{num_bytes}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data_tools.inspection import find_problems
 from data_tools.job_report import say
@@ -193,6 +193,7 @@ class MergedSource:
 
     folders: tuple[Folder, ...]
     selection: ImageSelection = ImageSelection()
+    label_column: ClassVar[str] = ""
 
     @property
     def description(self) -> str:

@@ -172,6 +172,8 @@ def plan_units(
         "source": source.sha256,
         "classes": source.class_names,
     }
+    if source.label_column:
+        settings["labels"] = source.label_column
     jobs = tuple(
         hashlib.sha256(
             json.dumps({**settings, "recipe": encoder.settings(folder)}, sort_keys=True).encode()

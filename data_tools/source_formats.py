@@ -218,7 +218,10 @@ def _open_parquet(
         image_column=arguments.image_column,
         label_column=arguments.label_column,
     )
-    check_made_for(selection, replace(source, selection=ImageSelection()).sha256)
+    # `filter` reads the images of all classes.
+    columns = replace(source.columns, labels=())
+    whole = replace(source, selection=ImageSelection(), columns=columns)
+    check_made_for(selection, whole.sha256)
     if only is not None:
         total = counted(len(source.columns.labels), "class", "classes")
         say(f"{len(source.class_names)} of {total} are kept")

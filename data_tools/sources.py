@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 from unicodedata import category
 
 import numpy as np
@@ -86,6 +86,8 @@ class ImageSource(Protocol):
     Attributes:
         description: one line for the manifest.
         class_names: names of the classes, indexed by label.
+        label_column: where labels are chosen to be read from, in a source that has several; no part
+            of `sha256`, since a selection of the images holds for any labels.
         sha256: identity of the list of names and sizes.
         root: folder or file of the source, or its URL.
     """
@@ -94,6 +96,8 @@ class ImageSource(Protocol):
     def description(self) -> str: ...  # noqa: D102 - see above
     @property
     def class_names(self) -> tuple[str, ...]: ...  # noqa: D102 - see above
+    @property
+    def label_column(self) -> str: ...  # noqa: D102 - see above
     @property
     def sha256(self) -> str: ...  # noqa: D102 - see above
     @property
@@ -201,6 +205,7 @@ class FileSource:
     class_names: tuple[str, ...]
     sha256: str
     read: Reading = SourceFile.read
+    label_column: ClassVar[str] = ""
 
     @classmethod
     def of(

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from data_tools.selection import ImageSelection
 from data_tools.sources import (
@@ -343,6 +343,7 @@ class TarSource:
     class_names: tuple[str, ...] = ()
     selection: ImageSelection = ImageSelection()
     store: Store | None = None
+    label_column: ClassVar[str] = ""
 
     @property
     def sha256(self) -> str:

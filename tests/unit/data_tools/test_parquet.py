@@ -292,6 +292,35 @@ def test_filtered_images_are_skipped(hub, tmp_path):
     assert refused == {name: "filtered: too dark"}
 
 
+def test_a_selection_holds_for_any_classes(hub, tmp_path):
+    """Labels are no part of what `filter` has seen; which column they are of is one of a job."""
+    out, listed = tmp_path / "filter", tmp_path / "classes.txt"
+    assert main(["filter", str(hub), "--out", str(out), "--min-side", "16"]) == 0
+    for option, names, count in (
+        ("--only-classes", ("bee", "ant"), 8),
+        ("--classes-from", ("ant", "bee", "cat", "dog"), 12),
+    ):
+        listed.write_text("\n".join(names))
+        source = opened(hub, "--selection", out, option, listed)
+        assert len(pictures(source)[0]) == count
+    other = write(tmp_path / "other/a.parquet", [small_jpeg(1)], [0])
+    with pytest.raises(UserError, match="was made from other images than these"):
+        opened(other, "--selection", out)
+
+
+def test_shards_are_not_mixed_of_two_columns_of_labels(tmp_path, capsys):
+    numbers = pyarrow.array([2, 1], pyarrow.int64())
+    path = write(
+        tmp_path / "a.parquet", [small_jpeg(1), small_jpeg(2)], [0, 1], names=(), kind=numbers
+    )
+    (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
+    write_shards = ["jpeg", str(path), "--out", str(tmp_path / "out"), "--classes-from"]
+    write_shards += [str(tmp_path / "classes.txt"), "--label-column"]
+    assert main([*write_shards, "label"]) == main([*write_shards, "label"]) == 0
+    assert main([*write_shards, "kind"]) == 2
+    assert "made from other images or settings" in capsys.readouterr().err
+
+
 def test_what_is_said_of_absent_files_and_packages(hub, tmp_path, capsys, monkeypatch):
     (hub / "train-00000-of-00002.parquet").unlink()
     opened(hub)
