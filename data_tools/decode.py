@@ -30,6 +30,8 @@ _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000
 _STRIP_ROWS = 256
 _JPEG_START = b"\xff\xd8\xff"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
+_BIT_DEPTH = 24
+"""Place of this byte in a PNG file."""
 # The inverse of what Pillow does for a value of EXIF's orientation.
 _TURNED_BACK = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -120,6 +122,8 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
     # Pillow scales a PGM's numbers to 16 bits; the range of others, such as a TIFF's, is unknown.
     if image.mode == "I" and opened.format != "PPM":
         raise RefusedImageError("unsupported pixel format")
+    if content.startswith(_PNG_START):
+        _scale_key(image, bits=content[_BIT_DEPTH])
     try:
         return _to_rgb(image)
     except ValueError:  # Pillow cannot convert this mode to RGB
@@ -138,6 +142,15 @@ def _loaded(image: Image.Image) -> Image.Image:
     return image
 
 
+def _scale_key(image: Image.Image, *, bits: int) -> None:
+    """Scale a PNG's transparent colour, as Pillow does with its pixels of `bits` a value."""
+    key = image.info.get("transparency")
+    if image.mode == "L" and isinstance(key, int):
+        image.info["transparency"] = key * 255 // (2**bits - 1)
+    elif image.mode == "RGB" and isinstance(key, tuple) and bits == 16:
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+
+
 def _kind_of_damage(content: bytes, error: Exception) -> str:
     text = str(error).lower()
     cut_png = content.startswith(_PNG_START) and b"IEND" not in content[-16:]
@@ -151,7 +164,11 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     if image.mode == "F":
         raise RefusedImageError("unsupported pixel format")
     if image.has_transparency_data:
-        return _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
+        layers = image if image.mode == "RGBA" else image.convert("RGBA")
+        # Many programs leave the fourth byte of a bitmap's pixels at zero; like browsers, do not
+        # take that for an invisible image.
+        if image.format not in ("BMP", "DIB") or layers.getchannel("A").getextrema() != (0, 0):
+            return _on_white(layers)
     return np.asarray(image.convert("RGB"))
 
 
@@ -167,12 +184,14 @@ def _on_white(layers: Image.Image) -> np.ndarray:
 
 def _sixteen_bit_to_rgb(image: Image.Image) -> np.ndarray:
     # Pillow's conversion of these modes clips at 255 and would give a white image.
-    values = np.asarray(image)
+    values, key = np.asarray(image), image.info.get("transparency")
     if np.min(values) < 0 or np.max(values) > 65535:
         raise RefusedImageError("unsupported pixel format")
     pixels = np.empty((*values.shape, 3), np.uint8)
     for rows in _strips(len(values)):
         pixels[rows] = ((values[rows].astype(np.uint32) + 128) // 257)[:, :, None]
+        if key is not None:
+            pixels[rows][values[rows] == key] = 255
     return pixels
 
 

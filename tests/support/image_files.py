@@ -35,22 +35,26 @@ def encoded(image, kind="JPEG", **options):
     return buffer.getvalue()
 
 
-def sixteen_bit_rgb_png(values):
-    """Return a PNG of uint16 `[h, w, 3]`, which Pillow cannot write."""
+def png(width, height, bits, kind, rows, key=b""):
+    """Return a PNG of rows of bytes, with a transparent colour if `key` is given."""
 
     def chunk(kind, content):
         body = kind + content
         return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
 
-    height, width = values.shape[:2]
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0))
+        + (chunk(b"tRNS", key) if key else b"")
+        + chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
         + chunk(b"IEND", b"")
     )
+
+
+def sixteen_bit_rgb_png(values):
+    """Return a PNG of uint16 `[h, w, 3]`, which Pillow cannot write."""
+    height, width = values.shape[:2]
+    return png(width, height, 16, 2, [row.astype(">u2").tobytes() for row in values])
 
 
 def bad_files():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from image_files import bad_files, encoded, real_jpegs, real_picture, sixteen_bit_rgb_png
+from image_files import bad_files, encoded, png, real_jpegs, real_picture, sixteen_bit_rgb_png
 from PIL import Image
 
 from data_tools import decode, shard_tasks
@@ -76,6 +77,51 @@ def test_transparent_palette_colour_becomes_white():
     pixels = decode_image(encoded(image, "PNG", transparency=0))
     assert pixels[0, 0].tolist() == [255, 255, 255]
     assert pixels[1, 1].tolist() == [200, 100, 50]
+
+
+@pytest.mark.parametrize(
+    ("bits", "values", "key", "greys"),
+    [
+        (16, [0, 999, 1000, 65535], 1000, [0, 4, 255, 255]),
+        (8, [0, 1, 2, 255], 1, [0, 255, 2, 255]),
+        (4, [0, 1, 2, 15], 2, [0, 17, 255, 255]),
+        (2, [0, 1, 2, 3], 0, [255, 85, 170, 255]),
+        (1, [0, 1, 1, 0], 0, [255, 255, 255, 255]),
+    ],
+)
+def test_transparent_grey_becomes_white(bits, values, key, greys):
+    packed = sum(value << bits * place for place, value in enumerate(reversed(values)))
+    row = (packed << -4 * bits % 8).to_bytes(-(-4 * bits // 8), "big")
+    pixels = decode_image(png(4, 1, bits, 0, [row], key.to_bytes(2, "big")))
+    assert pixels.tolist() == [[[grey] * 3 for grey in greys]]
+
+
+def test_transparent_colour_of_16_bits_becomes_white():
+    colors = np.array([[0x1234, 0x5678, 0x9ABC], [0x2234, 0x5678, 0x9ABC]], ">u2")
+    pixels = decode_image(png(2, 1, 16, 2, [colors.tobytes()], colors[0].tobytes()))
+    assert pixels.tolist() == [[[255, 255, 255], [0x22, 0x56, 0x9A]]]
+
+
+def bitmap(layers):
+    """Return a BMP file with a header of version 5 and a mask of alpha, of uint8 `[h, w, 4]`."""
+    height, width, _ = layers.shape
+    masks = (0xFF << 16, 0xFF << 8, 0xFF, 0xFF << 24)
+    header = struct.pack("<IiiHHIIiiII", 124, width, -height, 1, 32, 3, 0, 0, 0, 0, 0)
+    header += struct.pack("<4I4s", *masks, b"BGRs") + bytes(124 - 60)
+    pixels = layers[..., [2, 1, 0, 3]].tobytes()
+    return struct.pack("<2sIHHI", b"BM", 138 + len(pixels), 0, 0, 138) + header + pixels
+
+
+def test_a_bitmap_without_any_opaque_pixel_has_no_alpha():
+    """As in browsers: many programs leave the fourth byte of a pixel at zero."""
+    layers = np.random.default_rng(0).integers(0, 256, (5, 7, 4), dtype=np.uint8)
+    layers[..., 3] = 0
+    assert (decode_image(bitmap(layers)) == layers[..., :3]).all()
+    layers[2, 3, 3] = 255
+    pixels = decode_image(bitmap(layers))
+    assert (pixels[2, 3] == layers[2, 3, :3]).all()
+    assert (np.delete(pixels.reshape(-1, 3), 2 * 7 + 3, 0) == 255).all()
+    assert (decode_image(encoded(Image.new("RGBA", (3, 3)), "PNG")) == 255).all()
 
 
 def test_16_bit_images_are_scaled():
