@@ -30,7 +30,7 @@ from megavis.grammar.words import (
 class Words(Section):
     """The choices that define a paper."""
 
-    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"density", "weights"})
+    pretraining_keys: ClassVar[frozenset[str]] = frozenset({"density", "predicts", "weights"})
 
     reads: Annotated[AnyTokens, Field(discriminator="kind")]
     """Input tokens."""

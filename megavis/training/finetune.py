@@ -310,8 +310,12 @@ def check_source(objective: Finetuned, train: Samples) -> None:
         manifest = read_manifest(checkpoint)
         check_same_words(checkpoint, manifest.words, source)
         difference = next(source_differences(source, objective.config), None)
-        tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
-        if difference is None and manifest.tokenizer != tokenizer:
+        stored, model = train.manifest.identity, objective.backbone
+        # Without the paper's own loss, the tokens that it predicts are not made.
+        reads_tokens = stored or model.reads.identity or model.condition.identity
+        is_compared = reads_tokens or settings.generative_weight > 0
+        tokenizer = stored or model.tokenizer_identity
+        if difference is None and is_compared and manifest.tokenizer != tokenizer:
             difference = f"was trained on other tokens than {train.directory} has"
         if difference is not None:
             raise UserError(f"{settings.from_run} {difference}")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import yaml
+from small_vqgan import write_untrained_run
 from tiny import VIT, tiny
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
@@ -136,3 +137,27 @@ def test_the_papers_own_loss_needs_all_words(tmp_path):
     words = "{name: darl, patch_size: 4, normalize_targets: %s}"
     (text,) = differences(words % "true", words % "false", tmp_path, generative_weight=0.5)
     assert text.startswith("was trained with objective.normalize_targets true, and this config has")
+
+
+def test_the_tokenizer_of_predicted_ids_may_be_another_or_none(image_shards, tmp_path, capsys):
+    """A network that reads patches; with the paper's own loss, its ids keep their meaning."""
+    (tmp_path / "vqgan").mkdir()
+    vqgan = write_untrained_run(tmp_path / "vqgan")
+    ids = f"loss: ids, vocabulary_size: 12, tokenizer: {vqgan}"
+    objective = f"{{name: darl, patch_size: 4, {ids}}}"
+
+    def run(verb, name, objective, **sections):
+        sections = {"name": name, "output": str(tmp_path), "shards": image_shards, **sections}
+        (tmp_path / "run.yaml").write_text(tiny(objective, **sections))
+        return main([verb, str(tmp_path / "run.yaml"), "--device", "cpu"])
+
+    assert run("train", "source", objective, training={"steps": 1}) == 0
+    write_untrained_run(tmp_path / "vqgan", seed=1)
+    sections = {"training": {"steps": 1, "validate_every": 1}, "validates": True}
+    tuning = {"num_classes": 10, "from_run": str(tmp_path / "source")}
+    for name, other in (("same", objective), ("none", "{name: darl, patch_size: 4}")):
+        code = run("finetune", name, other, finetune=tuning, **sections)
+        assert code == 0, capsys.readouterr().err
+    tuning["generative_weight"] = 1.0
+    assert run("finetune", "joint", objective, finetune=tuning, **sections) == 2
+    assert "was trained on other tokens than " in capsys.readouterr().err
