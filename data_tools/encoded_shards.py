@@ -21,15 +21,16 @@ from data_tools.measuring import add_measure_argument, measuring_too
 from data_tools.resize import (
     Crop,
     add_crop_arguments,
-    check_sizes,
     crop_from,
     preparation,
     resize_name,
+    side,
     versions,
 )
 from data_tools.shard_tasks import Encoded, ShardEncoder
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 from megavis.data.codecs.codec import IdsCodec, LatentsCodec
 from megavis.data.format.manifest import SUFFIXES
@@ -49,10 +50,14 @@ def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, required=True, metavar="RUN", help="run folder that trained it"
     )
-    parser.add_argument("--size", type=int, required=True, help="side of its input images")
+    parser.add_argument(
+        "--size", type=side, metavar="N", required=True, help="side of its input images"
+    )
     add_crop_arguments(parser, ("center", "inception"))
-    parser.add_argument("--batch-size", type=int, default=16, help="images per batch")
-    parser.add_argument("--device", default="cpu", help="cpu (one core per worker) or cuda")
+    parser.add_argument("--batch-size", type=positive, default=16, help="images per batch")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: one core per worker"
+    )
     add_measure_argument(parser)
     add_job_arguments(parser, stores=True)
 
@@ -139,33 +144,23 @@ def open_encoding(
     arguments: argparse.Namespace,
 ) -> tuple[dict[str, Any], LatentTokenizer | IdTokenizer]:
     """Return an encoder's fields except `flip`, and the network, from the options."""
-    check_sizes([arguments.size])
-    if arguments.batch_size < 1:
-        raise UserError("--batch-size must be at least 1")
+    import torch
+
     from megavis.tokenizers.network_tokenizer import open_tokenizer
 
-    device = _checked_device(arguments.device)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
     tokenizer = open_tokenizer(arguments.tokenizer)
     fields = {
         "run_folder": arguments.tokenizer.resolve(),
         "kind": tokenizer.kind,
         "sha256": tokenizer.identity(),
-        "device": device,
+        "device": arguments.device,
         "size": arguments.size,
         "crop": crop_from(arguments),
         "images_per_batch": arguments.batch_size,
     }
     return fields, tokenizer
-
-
-def _checked_device(name: str) -> str:
-    import torch
-
-    if name not in ("cpu", "cuda"):
-        raise UserError(f"--device must be cpu or cuda, not {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
-    return name
 
 
 @functools.lru_cache(maxsize=1)

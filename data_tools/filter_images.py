@@ -17,19 +17,22 @@ from data_tools.measurements import MAX_DISTANCE, MeasurementEncoder, RunFeature
 from data_tools.selection import MEASURED
 from data_tools.source_formats import add_source_arguments, open_source, open_unlabelled
 from data_tools.sources import ImageSource, SourcePart
+from data_tools.user_text import whole_number
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 
 def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `filter` to its parser."""
     add_source_arguments(parser, selects=False)
-    parser.add_argument("--min-side", type=int, default=64, help="pixels of the shorter side")
+    parser.add_argument("--min-side", type=positive, default=64, help="pixels of the shorter side")
     parser.add_argument(
         "--max-aspect", type=float, default=3.0, help="longer side divided by the shorter"
     )
     parser.add_argument(
         "--near",
-        type=int,
+        type=whole_number(0, MAX_DISTANCE),
+        metavar="N",
         default=4,
         help="largest number of different bits, of 64, in perceptual hashes of near-duplicates",
     )
@@ -125,10 +128,8 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.features is not None and arguments.like is None:
         raise UserError("--features needs --like, the images to compare with")
-    if arguments.min_side < 1 or not arguments.max_aspect >= 1:  # not a number is not either
-        raise UserError("--min-side and --max-aspect must be at least 1")
-    if not 0 <= arguments.near <= MAX_DISTANCE:
-        raise UserError(f"--near must lie in 0 to {MAX_DISTANCE}")
+    if not arguments.max_aspect >= 1:  # not a number is not either
+        raise UserError("--max-aspect must be at least 1")
     if not 0 <= arguments.min_likeness <= 1 or arguments.like_count < LEAST_LIKE:
         raise UserError(
             f"--min-likeness must lie in 0 to 1, and --like-count be at least {LEAST_LIKE}"

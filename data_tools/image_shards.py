@@ -32,11 +32,11 @@ from data_tools.resize import (
     Library,
     add_resize_argument,
     check_aspect,
-    check_sizes,
     nearest_square,
     preparation,
     resize_and_crop,
     resize_name,
+    side,
 )
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import (
@@ -47,6 +47,7 @@ from data_tools.source_formats import (
 )
 from data_tools.sources import FileSource, SourceFile, SourceImage, list_images, read_file
 from data_tools.stored_out import refuse_nested
+from data_tools.user_text import whole_number
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import (
     DamagedImageError,
@@ -65,7 +66,8 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument(
         "--size",
-        type=int,
+        type=side,
+        metavar="N",
         nargs="+",
         default=(),
         help="side of the stored squares; JPEG files that have it are stored unchanged, others "
@@ -89,23 +91,19 @@ def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
 def run_jpeg(arguments: argparse.Namespace) -> int:
     """Write the shard folders. Raises UserError and OSError."""
     sizes = tuple(dict.fromkeys(arguments.size))
-    check_sizes(sizes)
-    check_quality(arguments.quality)
     encoder = measuring_too(JpegEncoder(sizes, arguments.quality, arguments.resize), arguments)
     return run_job(open_source(arguments), encoder, arguments, label="jpeg")
 
 
 def add_quality_argument(parser: argparse._ActionsContainer) -> None:
-    """Add the option that `check_quality` takes."""
+    """Add the option for the quality of encoded images."""
     parser.add_argument(
-        "--quality", type=int, default=95, help="JPEG quality of encoded images, 1 to 100"
+        "--quality",
+        type=whole_number(1, 100),
+        metavar="N",
+        default=95,
+        help="JPEG quality of encoded images, 1 to 100",
     )
-
-
-def check_quality(quality: int | None) -> None:
-    """Raise UserError if a JPEG quality is out of range; None is PNG."""
-    if quality is not None and not 1 <= quality <= 100:
-        raise UserError("--quality must lie in 1 to 100")
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,9 @@ def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
         "targets", type=Path, help="a folder with files of the same names except for suffixes"
     )
     add_classes_argument(parser)
-    parser.add_argument("--size", type=int, required=True, help="side of the stored squares")
+    parser.add_argument(
+        "--size", type=side, metavar="N", required=True, help="side of the stored squares"
+    )
     parser.add_argument(
         "--target-resize",
         choices=("nearest", "bicubic"),
@@ -225,8 +225,6 @@ def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pairs(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
-    check_sizes([arguments.size])
-    check_quality(arguments.quality)
     refuse_nested(arguments.targets, arguments.out, "the targets")
     images = list_images(arguments.images, class_names=read_class_names(arguments.classes_from))
     source = pair_up(images, list_images(arguments.targets))

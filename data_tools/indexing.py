@@ -16,9 +16,9 @@ import numpy as np
 
 from data_tools.engines import over_shards
 from data_tools.job_report import say
-from data_tools.jobs import JobSlice
+from data_tools.jobs import JobSlice, add_workers_argument
 from data_tools.out_lock import hold_out
-from megavis.config.errors import UserError, counted
+from megavis.config.errors import counted
 from megavis.data.format.manifest import Manifest, ShardEntry
 from megavis.data.format.sample_index import (
     RECORD,
@@ -32,14 +32,12 @@ from megavis.data.format.sample_index import (
 def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `index` to its parser."""
     parser.add_argument("directory", type=Path, help="a shard folder")
-    parser.add_argument("--workers", type=int, default=0, help="worker processes; 0 for none")
+    add_workers_argument(parser)
 
 
 def run_index(arguments: argparse.Namespace) -> int:
     """Write the index. Raises UserError without a manifest, and OSError."""
     directory: Path = arguments.directory
-    if arguments.workers < 0:
-        raise UserError("--workers must not be negative")
     manifest = Manifest.read(directory)
     with hold_out(directory, JobSlice()), over_shards(arguments.workers) as each:
         for partial in directory.glob(f".{SAMPLE_INDEX_NAME}.partial-*"):  # from a killed command

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from data_tools.job_report import ProgressBar, say
-from megavis.config.arguments import output_file
+from megavis.config.arguments import output_file, positive
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.instances import painted_objects
 from megavis.data.codecs.label_maps import painted
@@ -113,17 +113,15 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `inspect` to its parser."""
     parser.add_argument("directory", type=Path, help="a shard folder")
     parser.add_argument("--out", type=output_file, required=True, help="the PNG file to write")
-    parser.add_argument("--count", type=int, default=100, help="images on the sheet")
+    parser.add_argument("--count", type=positive, default=100, help="images on the sheet")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="RUN", help="run folder that made latents or ids"
     )
-    parser.add_argument("--scale", type=int, default=2, help="screen pixels per pixel")
+    parser.add_argument("--scale", type=positive, default=2, help="screen pixels per pixel")
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Write the contact sheet. Raises UserError."""
-    if min(arguments.count, arguments.scale) < 1:
-        raise UserError("--count and --scale must be at least 1")
     dataset = ShardDataset(arguments.directory, whole_images(arguments.directory))
     count = min(arguments.count, len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)

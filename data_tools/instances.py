@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.decode import RefusedImageError
-from data_tools.image_shards import TargetEncoder, add_quality_argument, check_quality
+from data_tools.image_shards import TargetEncoder, add_quality_argument
 from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.label_maps import by_id, read_json, what_is_wrong
@@ -53,7 +53,6 @@ def add_instances_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_instances(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
-    check_quality(arguments.quality)
     require_dense("maps instances")
     source, target = list_instances(
         arguments.images, arguments.annotations, skips_empty=arguments.skip_empty

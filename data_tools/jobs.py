@@ -31,6 +31,7 @@ from data_tools.stored_out import (
     upload_rest,
 )
 from data_tools.understood import unread_lines
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError, counted, describe_os_error
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
 from megavis.data.format.sample_index import finish_folder
@@ -78,13 +79,13 @@ def add_job_arguments(
     where, out = ("folder", local_folder) if not stores else ("folder or s3:// URL", any_folder)
     parser.add_argument("--out", type=out, required=True, help=f"the {where} to write")
     parser.add_argument(
-        "--samples-per-shard", type=int, default=10_000, help="source files per shard"
+        "--samples-per-shard", type=positive, default=10_000, help="source files per shard"
     )
     if shuffles:
-        parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
+        parser.add_argument("--seed", type=non_negative, default=0, help="seed of the shuffle")
     else:
         parser.set_defaults(seed=0)
-    parser.add_argument("--workers", type=int, default=0, help="worker processes; 0 for none")
+    add_workers_argument(parser)
     parser.add_argument("--engine", choices=ENGINES, default="local", help="where workers run")
     parser.add_argument(
         "--slice",
@@ -92,6 +93,13 @@ def add_job_arguments(
         default=JobSlice(),
         metavar="I/N",
         help="write every N-th shard from the I-th; the last of N machines finishes the folder",
+    )
+
+
+def add_workers_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the number of worker processes."""
+    parser.add_argument(
+        "--workers", type=non_negative, default=0, help="worker processes; 0 for none"
     )
 
 
@@ -116,8 +124,7 @@ def run_job(
         0, or 1 if writing failed or a worker was killed; then a rerun continues.
 
     Raises:
-        UserError: an option is invalid, a folder has other shards, another command writes to it, or
-            there are no images.
+        UserError: a folder has other shards, another command writes to it, or there are no images.
     """
     refuse_nested(source.root, arguments.out)
     with ExitStack() as held:
@@ -191,7 +198,6 @@ def is_finished(source: ImageSource, encoder: ShardEncoder, arguments: argparse.
 
 def _plan(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> list[Unit]:
     out: Path = arguments.out
-    _check(arguments)
     units = _units(source, encoder, arguments)
     refuse_other_jobs(units)
     for folder in encoder.folders:
@@ -259,13 +265,6 @@ def _tell_failure(
         where = f"{report} cannot be written either: {reason}"
     say(f"not finished: {outcome.failure.reason}; {where}. {_AGAIN}")
     return 1
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.samples_per_shard < 1:
-        raise UserError("--samples-per-shard must be at least 1")
-    if min(arguments.seed, arguments.workers) < 0:
-        raise UserError("--seed and --workers must not be negative")
 
 
 def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:

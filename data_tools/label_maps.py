@@ -30,7 +30,6 @@ from data_tools.image_shards import (
     PairFile,
     TargetEncoder,
     add_quality_argument,
-    check_quality,
     pair_up,
     png_of_map,
 )
@@ -63,7 +62,6 @@ def add_panoptic_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_panoptic(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
-    check_quality(arguments.quality)
     source, target = list_panoptic(arguments.images, arguments.maps, arguments.annotations)
     read = functools.partial(png_of_map, read_map=read_panoptic)
     encoder = TargetEncoder(arguments.quality, target, read)
@@ -251,7 +249,6 @@ def add_nyu_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_depth(arguments: argparse.Namespace) -> int:
     """Write the shard folder from two folders. Raises UserError and OSError."""
-    check_quality(arguments.quality)
     if not 0 < arguments.units_per_metre < math.inf:  # not a number is not either
         raise UserError("--units-per-metre must be a number above 0")
     pairs = pair_up(list_images(arguments.images), list_images(arguments.depths))
@@ -262,7 +259,6 @@ def run_depth(arguments: argparse.Namespace) -> int:
 
 def run_nyu(arguments: argparse.Namespace) -> int:
     """Write the shard folder of NYU Depth v2. Raises UserError and OSError."""
-    check_quality(arguments.quality)
     source = list_nyu(
         arguments.labelled, arguments.splits, arguments.part, cuts=arguments.evaluation_crop
     )

@@ -27,6 +27,7 @@ from data_tools.engines import start_worker
 from data_tools.fonts import FONTS, describe_fonts, glyph
 from data_tools.inspection import tile
 from data_tools.job_report import ProgressBar, say
+from data_tools.jobs import add_workers_argument
 from data_tools.made_folder import make_folder
 from data_tools.photographs import cut_crops, load_photograph, photographs
 from megavis.config.arguments import non_negative, positive
@@ -139,9 +140,7 @@ def add_letters_arguments(parser: argparse.ArgumentParser) -> None:
         " scikit-learn, from separate regions for each part",
     )
     parser.add_argument("--seed", type=non_negative, default=0, help="seed of all draws")
-    parser.add_argument(
-        "--workers", type=non_negative, default=0, help="worker processes; 0 for none"
-    )
+    add_workers_argument(parser)
 
 
 def run_letters(arguments: argparse.Namespace) -> int:

@@ -28,17 +28,18 @@ from data_tools.resize import (
     Library,
     add_crop_arguments,
     add_resize_argument,
-    check_sizes,
     crop_from,
     preparation,
     resize_and_crop,
     resize_name,
+    side,
     versions,
 )
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
-from megavis.config.arguments import output_file
+from data_tools.user_text import whole_number
+from megavis.config.arguments import non_negative, output_file, positive
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.files import write_atomically
@@ -62,11 +63,21 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `palette fit` to its parser."""
     add_source_arguments(parser)
     parser.add_argument("--out", type=output_file, required=True, help="the .npy file to write")
-    parser.add_argument("--num-colors", type=int, default=MAX_COLORS, help="colours of the palette")
-    parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
-    parser.add_argument("--size", type=int, default=32, help="side that images are resized to")
+    parser.add_argument(
+        "--num-colors",
+        type=whole_number(1, MAX_COLORS),
+        metavar="N",
+        default=MAX_COLORS,
+        help="colours of the palette",
+    )
+    parser.add_argument("--pixels", type=positive, default=500_000, help="pixels to fit on")
+    parser.add_argument(
+        "--size", type=side, metavar="N", default=32, help="side that images are resized to"
+    )
     add_resize_argument(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampled pixels and fit")
+    parser.add_argument(
+        "--seed", type=non_negative, default=0, help="seed of sampled pixels and fit"
+    )
     parser.add_argument(
         "--curve",
         type=color_counts,
@@ -77,11 +88,6 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_fit(arguments: argparse.Namespace) -> int:
     """Fit and write a palette, and print its error. Raises UserError."""
-    check_sizes([arguments.size])
-    if arguments.pixels < 1 or arguments.seed < 0:
-        raise UserError("--pixels must be at least 1, and --seed at least 0")
-    if not 1 <= arguments.num_colors <= MAX_COLORS:
-        raise UserError(f"--num-colors must be in [1, {MAX_COLORS}], not {arguments.num_colors}")
     pixels = sample_pixels(
         open_source(arguments),
         num_pixels=arguments.pixels,
@@ -103,7 +109,8 @@ def add_grey_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=output_file, required=True, help="the .npy file to write")
     parser.add_argument(
         "--num-colors",
-        type=int,
+        type=whole_number(1, MAX_GREYS),
+        metavar="N",
         default=MAX_GREYS,
         help="greys, evenly spaced from black to white; default: all 256, so that a token is the"
         " value of its pixel",
@@ -112,8 +119,6 @@ def add_grey_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_grey(arguments: argparse.Namespace) -> int:
     """Write a palette of greys. Raises UserError and OSError."""
-    if not 1 <= arguments.num_colors <= MAX_GREYS:
-        raise UserError(f"--num-colors must be in [1, {MAX_GREYS}], not {arguments.num_colors}")
     palette = grey_palette(arguments.num_colors)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     palette.save(arguments.out)
@@ -252,7 +257,8 @@ def add_shards_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--palette", type=Path, required=True, help="a .npy file of `palette fit`")
     parser.add_argument(
         "--size",
-        type=int,
+        type=side,
+        metavar="N",
         required=True,
         nargs="+",
         help="side of the images: 32, 48, 64; several sizes get a folder each below --out",
@@ -270,7 +276,6 @@ def add_shards_arguments(parser: argparse.ArgumentParser) -> None:
 def run_shards(arguments: argparse.Namespace) -> int:
     """Write the shard folders. Raises UserError and OSError."""
     sizes = tuple(dict.fromkeys(arguments.size))
-    check_sizes(sizes)
     crop = crop_from(arguments)
     palette = Palette.load(arguments.palette)
     source = open_source(arguments)

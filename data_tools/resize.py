@@ -19,6 +19,8 @@ import numpy as np
 from PIL import Image
 
 from data_tools.decode import MAX_PIXELS, RefusedImageError, decoder_versions
+from data_tools.user_text import whole_number
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 from megavis.data.codecs.crops import NUM_INCEPTION_DRAWS, Window, cut, inception_window, resize
 
@@ -27,6 +29,8 @@ LIBRARIES: tuple[Library, ...] = get_args(Library)
 _NAMES = {"torch": "torch", "pillow": "Pillow"}
 MAX_SIDE = math.isqrt(MAX_PIXELS)
 """Side of the largest square that is read again."""
+side = whole_number(1, MAX_SIDE)
+"""Parses the side of squares to write."""
 CROP = "shorter side to image_size, then centre crop"
 # The paper's preparation of ImageNet: Generative Pretraining from Pixels, section 3.1.
 _PAPER_SIDE = 224
@@ -64,11 +68,11 @@ class Crop:
         if self.kind == "center":
             return CROP
         shorter, longer = _PAPER_SHORTER_SIDES
-        side = _PAPER_SIDE
+        large = _PAPER_SIDE
         if self.kind == "evaluation":
-            return f"shorter side to {side}, centre crop of {side}, then to image_size"
+            return f"shorter side to {large}, centre crop of {large}, then to image_size"
         what = (
-            f"shorter side to a random length in [{shorter}, {longer}], random crop of {side}"
+            f"shorter side to a random length in [{shorter}, {longer}], random crop of {large}"
             if self.kind == "random"
             else f"random part of {_AREAS[0]:.0%} to {_AREAS[1]:.0%} of the area, width / height"
             f" {self.aspect[0]:g} to {self.aspect[1]:g}, or the whole image"
@@ -169,13 +173,6 @@ def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
     return round(height * shorter_side / shorter), round(width * shorter_side / shorter)
 
 
-def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise UserError if a side of squares to write is not positive, or too long to be read."""
-    for size in sizes:
-        if not 1 <= size <= MAX_SIDE:
-            raise UserError(f"--size must be at least 1 and at most {MAX_SIDE}, not {size}")
-
-
 def check_aspect(image: np.ndarray) -> None:
     """Raise RefusedImageError if one side is more than 64 times the other.
 
@@ -227,7 +224,7 @@ def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind
         default="center",
         help="; ".join(f"{kind}: {descriptions[kind]}" for kind in kinds),
     )
-    parser.add_argument("--crops", type=int, default=1, help="random crops stored per image")
+    parser.add_argument("--crops", type=positive, default=1, help="random crops stored per image")
     parser.add_argument(
         "--aspect",
         type=float,
@@ -243,8 +240,8 @@ def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind
 def crop_from(arguments: argparse.Namespace) -> Crop:
     """Return the crop from the options. Raises UserError."""
     may_repeat = arguments.crop in ("random", "inception")
-    if arguments.crops < 1 or (arguments.crops > 1 and not may_repeat):
-        raise UserError("--crops must be at least 1, and more than 1 only for random crops")
+    if arguments.crops > 1 and not may_repeat:
+        raise UserError("--crops: more than 1 only for random crops")
     aspect = tuple(arguments.aspect)
     if not 0 < aspect[0] <= aspect[1] < math.inf:
         raise UserError(

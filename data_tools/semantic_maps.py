@@ -20,7 +20,6 @@ from data_tools.decode import RefusedImageError
 from data_tools.image_shards import (
     TargetEncoder,
     add_quality_argument,
-    check_quality,
     pair_up,
     png_of_map,
 )
@@ -63,7 +62,6 @@ def add_semantic_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_semantic(arguments: argparse.Namespace) -> int:
     """Write the shard folder. Raises UserError and OSError."""
-    check_quality(arguments.quality)
     names = read_class_names(arguments.classes)
     target = {"kind": "panoptic", "class_names": names, "things": (False,) * len(names)}
     read_map = functools.partial(read_semantic, num_classes=len(names), void=arguments.void)

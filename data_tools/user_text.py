@@ -1,22 +1,36 @@
-"""Text files that users write: lists of names, labels and hashes, and CSV tables.
+"""Text that users write: numbers of options, lists of names, labels and hashes, and CSV tables.
 
-They come from spreadsheets, from Windows and from other tools, so byte order marks are dropped,
+Files come from spreadsheets, from Windows and from other tools, so byte order marks are dropped,
 lines may end with LF, CR LF or CR, and blank lines are ignored. Everything else that is unexpected
 is an error with its line number, since a label that is read wrongly goes unnoticed.
 """
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megavis.config.errors import UserError, counted
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _MARK = "\ufeff"
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers in a range; it raises argparse.ArgumentTypeError."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {least} to {most}"
+            )
+        return int(text)
+
+    return parse
 
 
 def read_text(path: Path) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from data_tools.job_report import ProgressBar, say
 from data_tools.made_folder import make_folder
 from data_tools.speech import LISTS
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.data.codecs.sound import SAMPLE_RATE
 
@@ -33,23 +34,19 @@ def add_words_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `words` to its parser."""
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--words", default=",".join(WORDS), help="comma-separated")
-    parser.add_argument("--voices", type=int, default=60, help="training voices")
+    parser.add_argument("--voices", type=positive, default=60, help="training voices")
     parser.add_argument(
-        "--held-out-voices", type=int, default=15, help="other voices, for validation and test"
+        "--held-out-voices", type=positive, default=15, help="other voices, for validation and test"
     )
-    parser.add_argument("--takes", type=int, default=4, help="recordings per word and voice")
+    parser.add_argument("--takes", type=positive, default=4, help="recordings per word and voice")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of voices, accents, speeds and noise"
+        "--seed", type=non_negative, default=0, help="seed of voices, accents, speeds and noise"
     )
 
 
 def run_words(arguments: argparse.Namespace) -> int:
     """Write the recordings, unless the folder has the same ones already. Raises UserError."""
     counts = {"train": arguments.voices, **dict.fromkeys(LISTS, arguments.held_out_voices)}
-    if min(*counts.values(), arguments.takes) < 1 or arguments.seed < 0:
-        raise UserError(
-            "--voices, --held-out-voices and --takes must be at least 1, --seed at least 0"
-        )
     words = tuple(filter(None, arguments.words.split(",")))
     takes, seed = arguments.takes, arguments.seed
     record = {"words": words, "voices": counts, "takes": takes, "seed": seed}

@@ -301,8 +301,8 @@ def test_a_folder_that_is_no_selection(report, web, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--near", "11"], "--near must lie in 0 to 10"),
-        (["--min-side", "0"], "must be at least 1"),
+        (["--near", "11"], "--near: '11' is not a whole number from 0 to 10"),
+        (["--min-side", "0"], "--min-side: '0' is not a whole number of 1 or more"),
         (["--exclude", "EXCLUDE"], "line 2: 'abc' is neither a SHA-256"),
         (["--exclude", "nowhere"], "nowhere cannot be read"),
     ],

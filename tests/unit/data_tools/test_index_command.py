@@ -192,4 +192,4 @@ def test_what_is_no_shard_folder(tmp_path, capsys):
     assert main(["index", str(tmp_path)]) == 2
     assert "is empty" in capsys.readouterr().err
     assert main(["index", str(tmp_path), "--workers", "-1"]) == 2
-    assert capsys.readouterr().err == "error: --workers must not be negative\n"
+    assert "--workers: '-1' is not a whole number of 0 or more" in capsys.readouterr().err

@@ -99,9 +99,9 @@ def test_several_sizes_equal_single_runs(images, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--size", "0"], "--size must be at least 1 and at most 13377, not 0"),
-        (["--size", "8", "100000"], "--size must be at least 1 and at most 13377, not 100000"),
-        (["--quality", "0"], "--quality must lie in"),
+        (["--size", "0"], "--size: '0' is not a whole number from 1 to 13377"),
+        (["--size", "8", "100000"], "--size: '100000' is not a whole number from 1 to 13377"),
+        (["--quality", "0"], "--quality: '0' is not a whole number from 1 to 100"),
     ],
 )
 def test_errors_are_one_line(images, tmp_path, capsys, words, message):

@@ -181,8 +181,8 @@ def test_tokenizer_is_checked(vae_run, images, tmp_path, capsys):
     ("options", "message"),
     [
         (["--size", "18"], "multiple of 4, not 18"),
-        (["--batch-size", "0"], "--batch-size must be at least 1"),
-        (["--device", "tpu"], "--device must be cpu or cuda"),
+        (["--batch-size", "0"], "--batch-size: '0' is not a whole number of 1 or more"),
+        (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--crops", "2"], "more than 1 only for random crops"),
         (["--tokenizer", "nowhere"], "nowhere is not a run folder"),
     ],

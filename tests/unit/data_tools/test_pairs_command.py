@@ -133,9 +133,9 @@ def test_pairs_are_cropped_and_flipped_alike(folders, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--size", "0"], "--size must be at least 1"),
-        (["--size", "100000"], "--size must be at least 1 and at most 13377, not 100000"),
-        (["--quality", "101"], "--quality must lie in"),
+        (["--size", "0"], "--size: '0' is not a whole number from 1 to 13377"),
+        (["--size", "100000"], "--size: '100000' is not a whole number from 1 to 13377"),
+        (["--quality", "101"], "--quality: '101' is not a whole number from 1 to 100"),
     ],
 )
 def test_invalid_options(folders, tmp_path, capsys, words, message):
