@@ -10,7 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -20,11 +20,10 @@ from typing import Any
 from data_tools.shard_tasks import Unit, UnitResult, do_unit
 from megavis.config.arguments import show_fatal_stacks
 from megavis.config.errors import UserError, describe_os_error
-from megavis.data.format.sample_index import Each
 
 ENGINES = ("local", "ray")
-# Enough to keep workers busy; few, since units in flight are reported after a kill.
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only named
+# Enough to keep workers busy; few, since units in flight are reported after a kill.
 _IN_FLIGHT_PER_WORKER = 2
 _KILLED = "a worker process was killed (out of memory?)"
 _RAY_RETRIES = 2
@@ -86,20 +85,22 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
                     return
                 done, _ = wait(flying, return_when=FIRST_COMPLETED)
                 for future in done:
-                    result = future.result()
+                    try:
+                        result = future.result()
+                    except OSError as error:
+                        yield Failure((flying[future].shard,), describe_os_error(error))
+                        return
                     del flying[future]
                     yield result
         except BrokenProcessPool:
             shards = tuple(sorted(unit.shard for unit in flying.values()))
             yield Failure(shards, _KILLED)
-        except OSError as error:
-            yield Failure((flying[future].shard,), describe_os_error(error))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
-def over_shards(workers: int) -> Iterator[Each]:
+def process_map(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
     """Yield a `map` over worker processes, or, for 0 workers, Python's `map`.
 
     Raises UserError if processes cannot be started, and OSError if one was killed.

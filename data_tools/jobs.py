@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_tools import __version__
-from data_tools.engines import ENGINES, Failure, over_shards, run_units
+from data_tools.engines import ENGINES, Failure, process_map, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
 from data_tools.out_lock import hold_out
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
@@ -327,7 +327,7 @@ def write_manifest(
     Args:
         name: name of the folder in the message; default: its path.
     """
-    with over_shards(workers if len(manifest.shards) > _FEW_SHARDS else 0) as each:
+    with process_map(workers if len(manifest.shards) > _FEW_SHARDS else 0) as each:
         finish_folder(directory, manifest, each)
     shards = counted(len(manifest.shards), "shard")
     say(f"{name or directory}: {counted(manifest.num_samples, 'sample')} in {shards}")

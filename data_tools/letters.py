@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import multiprocessing
 import string
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import numpy as np
 from PIL import Image, features
 from PIL import __version__ as pillow_version
 
-from data_tools.engines import start_worker
+from data_tools.engines import process_map
 from data_tools.fonts import FONTS, describe_fonts, glyph
 from data_tools.inspection import tile
 from data_tools.job_report import ProgressBar, say
@@ -203,24 +201,15 @@ def _write(folder: Path, *, counts: dict[str, int], recipe: LetterRecipe, worker
         for part, count in counts.items()
         for start in range(0, count, _CHUNK)
     ]
-    with ProgressBar("drawing letters", total=sum(counts.values())) as progress:
-        for done in _each(tasks, workers=workers):
+    total = sum(counts.values())
+    with process_map(workers) as each, ProgressBar("drawing letters", total=total) as progress:
+        for done in each(_write_images, tasks):
             progress.advance(done)
     _save(_sheet(folder, counts, recipe), folder / SHEET_NAME)
     (folder / FONTS_NAME).write_text(describe_fonts(recipe.letters), encoding="utf-8")
 
 
 Task = tuple[Path, str, range, LetterRecipe]
-
-
-def _each(tasks: Sequence[Task], *, workers: int) -> Iterator[int]:
-    if workers == 0:
-        yield from map(_write_images, tasks)
-        return
-    # Spawn rather than fork: the parent may have threads that hold locks.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker) as pool:
-        yield from pool.map(_write_images, tasks)
 
 
 def _write_images(task: Task) -> int:

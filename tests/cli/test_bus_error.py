@@ -34,8 +34,8 @@ DATA_TOOLS = """
     read_sample("shard")
 """
 WORKER = """
-    from data_tools.engines import over_shards
-    with over_shards(1) as each:
+    from data_tools.engines import process_map
+    with process_map(1) as each:
         list(each(read_sample, ["shard"]))
 """
 

@@ -8,11 +8,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from image_files import tree
 from kill_sweep import write_images
 
+from data_tools import letters
 from data_tools.__main__ import main
 from data_tools.jobs import JobSlice
 
@@ -41,6 +43,42 @@ def test_slices_equal_one_process(order, command, tmp_path, capsys):
 def test_invalid_slices(text):
     with pytest.raises(argparse.ArgumentTypeError, match="i/n"):
         JobSlice.parse(text)
+
+
+def test_processes_that_cannot_start(command, tmp_path, capsys, monkeypatch):
+    """As where a machine has as many processes as a user may have."""
+    submit, taken = ProcessPoolExecutor.submit, []
+
+    def limited(*arguments):
+        taken.append(arguments)
+        if len(taken) > 2:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return submit(*arguments)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", limited)
+    words = [*command[0], "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main(words) == 1
+    assert "error: Resource temporarily unavailable" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(words) == 0
+    assert tree(tmp_path / "out") == command[1]
+
+
+class Kill:
+    """What ends the process that unpickles it, as the kernel does where memory is short."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def test_a_killed_worker_that_draws_letters(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(letters, "_recipe", lambda arguments: recipe)
+    recipe = letters.LetterRecipe(8, "AB", (85, 92), "eight", "none", 0)
+    object.__setattr__(recipe, "seed", Kill())
+    monkeypatch.setattr(letters, "_record", lambda recipe, counts: {})
+    words = ["letters", str(tmp_path / "out"), "--images", "4", "--workers", "1"]
+    assert main(words) == 1
+    assert "error: a worker process was killed (out of memory?)" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(
