@@ -65,7 +65,10 @@ def add_speech_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `speech` to its parser."""
     parser.add_argument("source", type=Path, help="a folder of word/*.wav")
     parser.add_argument(
-        "--words", default="", help="comma-separated words to use as classes; default: all words"
+        "--words",
+        type=words_of,
+        default="",
+        help="comma-separated words to use as classes; default: all words",
     )
     parser.add_argument(
         "--split-lists",
@@ -82,9 +85,14 @@ def add_speech_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser)
 
 
+def words_of(text: str) -> tuple[str, ...]:
+    """Parse comma-separated words; each counts once."""
+    return tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+
+
 def run_speech(arguments: argparse.Namespace) -> int:
     """Write the three folders and the file of noises. Raises UserError and OSError."""
-    words = tuple(filter(None, arguments.words.split(",")))
+    words: tuple[str, ...] = arguments.words
     noises = read_noises(arguments.source / NOISE, resample=arguments.resample)
     for part, source in sources(arguments.source, words, arguments.split_lists).items():
         say(_counts(part, source, words))

@@ -17,7 +17,7 @@ import numpy as np
 
 from data_tools.job_report import ProgressBar, say
 from data_tools.made_folder import make_folder
-from data_tools.speech import LISTS
+from data_tools.speech import LISTS, words_of
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.data.codecs.sound import SAMPLE_RATE
@@ -33,7 +33,7 @@ _SPEEDS, _PITCHES, _DECIBELS = (120, 220), (30, 71), (5.0, 30.0)
 def add_words_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `words` to its parser."""
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--words", default=",".join(WORDS), help="comma-separated")
+    parser.add_argument("--words", type=words_of, default=",".join(WORDS), help="comma-separated")
     parser.add_argument("--voices", type=positive, default=60, help="training voices")
     parser.add_argument(
         "--held-out-voices", type=positive, default=15, help="other voices, for validation and test"
@@ -47,7 +47,9 @@ def add_words_arguments(parser: argparse.ArgumentParser) -> None:
 def run_words(arguments: argparse.Namespace) -> int:
     """Write the recordings, unless the folder has the same ones already. Raises UserError."""
     counts = {"train": arguments.voices, **dict.fromkeys(LISTS, arguments.held_out_voices)}
-    words = tuple(filter(None, arguments.words.split(",")))
+    words: tuple[str, ...] = arguments.words
+    if not words:
+        raise UserError("--words names no word")
     takes, seed = arguments.takes, arguments.seed
     record = {"words": words, "voices": counts, "takes": takes, "seed": seed}
     num_voices = sum(counts.values())

@@ -79,10 +79,12 @@ def test_odd_files_of_a_folder_are_told_or_rejected(tmp_path, capsys):
     (folder / "yes" / "5.flac").write_bytes(b"fLaC")
     (folder / "validation_list.txt").write_text("yes/1.wav\nno/1.wav\nno/77.wav\n")
     (folder / "testing_list.txt").write_text("yes/2.wav\nno/2.wav\n")
-    for words, count in (("", 3), ("yes,no", 4)):
+    for words, count in (("", 3), ("yes, no,yes", 4)):
         out = tmp_path / f"out{words}"
         assert main(["speech", str(folder), "--out", str(out), "--words", words]) == 0
         manifest = json.loads((out / "train/manifest.json").read_text())
+        others = ["yes", "no", "_unknown_", "_silence_"]
+        assert manifest["class_names"] == (others if words else ["no", "yes"])
         assert manifest["skipped"] == {"unreadable file": 1}
         (index,) = (json.loads(path.read_text()) for path in (out / "train").glob("*.index.json"))
         names = {name for name in index["sources"] if "_silence_" not in name}
@@ -92,6 +94,11 @@ def test_odd_files_of_a_folder_are_told_or_rejected(tmp_path, capsys):
         assert "validation_list.txt lists 1 name of no recording, such as no/77.wav" in said
         assert words or "train: 3 recordings of 2 words\n" in said
         assert "2 files not read, such as yes/5.flac: only word/name.wav are" in said
+
+
+def test_no_words(tmp_path, capsys):
+    assert main(["words", str(tmp_path / "out"), "--words", " ,"]) == 2
+    assert "--words names no word" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 44_100])
