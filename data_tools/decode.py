@@ -10,8 +10,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import version
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -28,7 +27,7 @@ MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 # Only formats for photographs: some others start external programs.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
 _STRIP_ROWS = 256
-_JPEG_START = b"\xff\xd8\xff"
+JPEG_START = b"\xff\xd8\xff"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 _BIT_DEPTH = 24
 """Place of this byte in a PNG file."""
@@ -43,7 +42,7 @@ _TURNED_BACK = {
     8: Image.Transpose.ROTATE_270,
 }
 TRUNCATED = "truncated"
-_KNOWN_STARTS = (_JPEG_START, _PNG_START, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
+_KNOWN_STARTS = (JPEG_START, _PNG_START, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
 
 
 class RefusedImageError(Exception):
@@ -52,13 +51,7 @@ class RefusedImageError(Exception):
 
 def decoder_versions() -> dict[str, str]:
     """Return the versions of the packages that affect decoded pixels."""
-    versions = {}
-    for package in ("pillow", "simplejpeg"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "absent"
-    return versions
+    return {package: version(package) for package in ("pillow", "simplejpeg")}
 
 
 def decode_image(content: bytes, *, min_side: int = 0) -> np.ndarray:
@@ -75,7 +68,7 @@ def decode_image(content: bytes, *, min_side: int = 0) -> np.ndarray:
     """
     if not content:
         raise RefusedImageError("zero bytes")
-    if content.startswith(_JPEG_START) and find_spec("simplejpeg") is not None:
+    if content.startswith(JPEG_START):
         pixels = _decode_jpeg(content, min_side)
         if pixels is not None:
             return pixels

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_tools.decode import RefusedImageError, decode_image
+from data_tools.decode import JPEG_START, RefusedImageError, decode_image
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.measuring import add_measure_argument, measuring_too
 from data_tools.resize import (
@@ -49,16 +49,9 @@ from data_tools.sources import FileSource, SourceFile, SourceImage, list_images,
 from data_tools.stored_out import refuse_nested
 from data_tools.user_text import whole_number
 from megavis.config.errors import UserError
-from megavis.data.codecs.jpeg import (
-    DamagedImageError,
-    decode_rgb,
-    join,
-    split,
-)
+from megavis.data.codecs.jpeg import join, split
 from megavis.data.codecs.label_maps import to_pixels
 from megavis.data.format.manifest import SUFFIXES
-
-_JPEG_START = b"\xff\xd8\xff"
 
 
 def add_jpeg_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,10 +157,11 @@ class JpegEncoder(ShardEncoder):
 
 
 def kept_jpeg(content: bytes, image: np.ndarray, quality: int | None) -> bytes:
-    """Return a JPEG file unchanged, and `encode` others from their pixels uint8 `[h, w, 3]`."""
-    if content.startswith(_JPEG_START) and _reads(content):
-        return content
-    return encode(image, quality)
+    """Return a JPEG file unchanged, and `encode` others from their pixels uint8 `[h, w, 3]`.
+
+    What `decode_image` reads of a JPEG file, training reads too.
+    """
+    return content if content.startswith(JPEG_START) else encode(image, quality)
 
 
 def encode(image: np.ndarray, quality: int | None) -> bytes:
@@ -176,15 +170,6 @@ def encode(image: np.ndarray, quality: int | None) -> bytes:
         return encode_jpeg(image, quality)
     is_grey = (image[..., :1] == image[..., 1:]).all()
     return encode_png(image[..., 0] if is_grey else image)
-
-
-def _reads(content: bytes) -> bool:
-    """Return whether training can decode this file unchanged."""
-    try:
-        decode_rgb(content)
-    except DamagedImageError:
-        return False
-    return True
 
 
 def encode_jpeg(image: np.ndarray, quality: int) -> bytes:
