@@ -16,7 +16,7 @@ import numpy as np
 
 from data_tools.engines import process_map
 from data_tools.job_report import say
-from data_tools.jobs import JobSlice, add_workers_argument
+from data_tools.jobs import add_workers_argument
 from data_tools.out_lock import hold_out
 from megavis.config.errors import counted
 from megavis.data.format.manifest import Manifest, ShardEntry
@@ -39,7 +39,7 @@ def run_index(arguments: argparse.Namespace) -> int:
     """Write the index. Raises UserError without a manifest, and OSError."""
     directory: Path = arguments.directory
     manifest = Manifest.read(directory)
-    with hold_out(directory, JobSlice()), process_map(arguments.workers) as each:
+    with hold_out(directory), process_map(arguments.workers) as each:
         for partial in directory.glob(f".{SAMPLE_INDEX_NAME}.partial-*"):  # from a killed command
             partial.unlink(missing_ok=True)
         listed = directory / f".{SAMPLE_INDEX_NAME}.listed"

@@ -11,13 +11,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, process_map, run_units
 from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
-from data_tools.out_lock import hold_out
+from data_tools.out_lock import JobSlice, hold_out
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units, refuse_other_jobs
 from data_tools.sources import ImageSource
 from data_tools.stored_out import (
@@ -44,29 +43,6 @@ Finish = Callable[[ImageSource, ShardEncoder, list[UnitResult], argparse.Namespa
 _FEW_SHARDS = 100
 _PARTIAL = re.compile(r"^\.(.+)\.partial-")
 _AGAIN = "Finished shards are kept: run the same command again, perhaps with fewer --workers"
-
-
-@dataclass(frozen=True)
-class JobSlice:
-    """Slice `number` (from 1) of `count` of a job's units, for one machine."""
-
-    number: int = 1
-    count: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> JobSlice:
-        """Parse `i/n`, 1 <= i <= n. Raises argparse.ArgumentTypeError."""
-        match = re.fullmatch(r"(\d+)/(\d+)", text)
-        if not match or not 1 <= int(match[1]) <= int(match[2]):
-            raise argparse.ArgumentTypeError(f"{text!r} is not i/n with 1 <= i <= n, such as 3/8")
-        return cls(int(match[1]), int(match[2]))
-
-    def of(self, units: list[Unit]) -> list[Unit]:
-        """Return every `count`-th unit, starting at `number`."""
-        return units[self.number - 1 :: self.count]
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
 
 
 def add_job_arguments(
@@ -145,7 +121,8 @@ def _write_shards(
     label: str,
     finish: Finish | None,
 ) -> int:
-    mine = arguments.slice.of(units)
+    part: JobSlice = arguments.slice
+    mine = units[part.number - 1 :: part.count]
     alone = len(mine) == len(units)
     _remove_partials(mine, alone=alone)
     outcome = _run(mine, arguments, label=label)
@@ -156,7 +133,7 @@ def _write_shards(
     if not alone:
         write_report(_report_path(arguments, alone=False), outcome)
         if len(_finished(units)) < len(units):
-            say(f"slice {arguments.slice} is done; the folder is finished when all slices are")
+            say(f"slice {part} is done; the folder is finished when all slices are")
             return 0
         outcome = _run(units, arguments, label="reading what is there")
     names, skipped = (

@@ -29,27 +29,21 @@ def make_folder(
         UserError: `out` has other content, or another command writes it.
         OSError: writing fails.
     """
+    content = json.dumps(record, indent=2).encode() + b"\n"
     # Not in the folder itself, which gets its name when it is complete.
     with FolderLock(out.absolute().parent, name=out.name, use=WRITING):
-        return _make_folder(out, record_name, record, write)
-
-
-def _make_folder(
-    out: Path, record_name: str, record: Mapping[str, Any], write: Callable[[Path], None]
-) -> bool:
-    content = json.dumps(record, indent=2).encode() + b"\n"
-    if out.exists() and any(out.iterdir()):
-        _check_same(out, record_name, content)
-        return False
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
-    partial.mkdir(parents=True)
-    write(partial)
-    write_atomically(partial / record_name, content)
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
-    return True
+        if out.exists() and any(out.iterdir()):
+            _check_same(out, record_name, content)
+            return False
+        partial = out.with_name(f"{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
+        partial.mkdir(parents=True)
+        write(partial)
+        write_atomically(partial / record_name, content)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+        return True
 
 
 def _check_same(out: Path, record_name: str, content: bytes) -> None:

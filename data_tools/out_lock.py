@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from megavis.data.format.folder_lock import FolderLock, LockUse, holder_of
 
@@ -17,22 +18,33 @@ WRITING = LockUse(
 _SLICE = re.compile(r"\.lock-(slice-\d+-of-(\d+))-\d+")
 
 
-class Slice(Protocol):
-    """Slice `number` of `count`; 1 of 1 is the whole."""
+@dataclass(frozen=True)
+class JobSlice:
+    """Slice `number` (from 1) of `count` of a job's units, for one machine."""
 
-    @property
-    def number(self) -> int: ...  # noqa: D102 - see above
-    @property
-    def count(self) -> int: ...  # noqa: D102 - see above
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> JobSlice:
+        """Parse `i/n`, 1 <= i <= n. Raises argparse.ArgumentTypeError."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            raise argparse.ArgumentTypeError(f"{text!r} is not i/n with 1 <= i <= n, such as 3/8")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
 
 @contextmanager
-def hold_out(out: Path, part: Slice) -> Iterator[None]:
-    """Hold the lock of `out` for a slice of its shards.
+def hold_out(out: Path, part: JobSlice | None = None) -> Iterator[None]:
+    """Hold the lock of `out` for a slice of its shards, by default for all.
 
     Slices of one division have separate locks. Raises UserError if another command writes to the
     folder, or it cannot be written.
     """
+    part = part or JobSlice()
     name = "" if part.count == 1 else f"slice-{part.number}-of-{part.count}"
     with FolderLock(out, name=name, use=WRITING):
         # Check only now: of two commands that start together, at least one sees the other.

@@ -16,7 +16,7 @@ from kill_sweep import write_images
 
 from data_tools import letters
 from data_tools.__main__ import main
-from data_tools.jobs import JobSlice
+from data_tools.out_lock import JobSlice
 
 
 @pytest.fixture(scope="module")

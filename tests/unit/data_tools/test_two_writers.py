@@ -14,8 +14,7 @@ from image_files import tree
 from kill_sweep import spawned, stop, write_images
 
 from data_tools.__main__ import main
-from data_tools.jobs import JobSlice
-from data_tools.out_lock import hold_out
+from data_tools.out_lock import JobSlice, hold_out
 from megavis.config.errors import GIVEN_UP_EXIT_CODE, UserError
 from megavis.data.format import folder_lock
 from megavis.data.format.folder_lock import FolderLock
