@@ -32,6 +32,7 @@ from data_tools.sources import (
     SourcePart,
     errors_named,
     is_of_one_file,
+    number_chosen,
     number_classes,
     printable,
     size_and_fault,
@@ -272,7 +273,7 @@ def list_parquet(
     if only is None:
         number = number_classes(names, class_names, root=place)
     else:
-        number = _numbers_of(only, names, place)
+        number = number_chosen(only, names, root=place)
     description = f"{counted(len(paths), 'Parquet file')} of {printable(place.name)}"
     return ParquetSource(
         selection.describe(description),
@@ -287,16 +288,6 @@ def list_parquet(
         tuple(name for name in schema.names if name not in (image, label)),
         {name or "no split": len(files) for name, files in found.items()},
     )
-
-
-def _numbers_of(only: Sequence[str], names: Sequence[str], place: Path) -> dict[str, int]:
-    """Number the chosen ones of the classes `names`; raise UserError if one is not among them."""
-    if missing := sorted(set(only) - set(names)):
-        raise UserError(
-            f"--only-classes: {place} has no class {missing[0]!r}; it has"
-            f" {counted(len(names), 'class', 'classes')}, such as {', '.join(names[:3])}"
-        )
-    return {name: label for label, name in enumerate(sorted(set(only)))}
 
 
 def _check_alike(schema: Any, columns: Columns, names: Sequence[str], *, what: str) -> None:

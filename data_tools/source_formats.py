@@ -30,7 +30,13 @@ from data_tools.selection import (
     check_made_for,
     open_selection,
 )
-from data_tools.sources import FileSource, ImageSource, SourceFile, list_images
+from data_tools.sources import (
+    FileSource,
+    ImageSource,
+    SourceFile,
+    list_images,
+    number_chosen,
+)
 from data_tools.tars import first_member, is_tar, list_tars, source_place
 from data_tools.understood import (
     besides,
@@ -171,7 +177,7 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
         selection = replace(selection, split=_hash_split(layout, arguments.split))
         files, labels_from = _open_files(arguments, layout, place, classes)
         check_made_for(selection, files.sha256)
-        files = files if only is None else keep_classes(files, only, arguments.only_classes)
+        files = files if only is None else keep_classes(files, only)
         source, notes = selection.of_files(files), []
     if arguments.layout == "auto" and isinstance(place, Path):
         notes += besides(place, layout)
@@ -239,21 +245,16 @@ def _open_files(
     if layout in DATA_SETS:
         data_set = DATA_SETS[layout]
         return data_set.open(place, arguments.split, class_names=classes), f"the files of {layout}"
-    return _FILE_LAYOUTS[layout](place, class_names=classes), _LABELS_FROM[layout]
+    list_files, labels_from = _FILE_LAYOUTS[layout]
+    return list_files(place, class_names=classes), labels_from
 
 
-def keep_classes(source: FileSource, names: Sequence[str], listed_in: Path) -> FileSource:
+def keep_classes(source: FileSource, names: Sequence[str]) -> FileSource:
     """Return the images of some classes, numbered in order of their names.
 
     Prints how many of how many are kept. Raises UserError if the source lacks a class.
     """
-    if missing := sorted(set(names) - set(source.class_names)):
-        raise UserError(
-            f"--only-classes {listed_in}: {source.root} has no class {missing[0]!r}; it has"
-            f" {counted(len(source.class_names), 'class', 'classes')}, such as"
-            f" {', '.join(source.class_names[:3]) or 'none'}"
-        )
-    number = {name: label for label, name in enumerate(sorted(names))}
+    number = number_chosen(names, source.class_names, root=source.root)
     labels = {old: number.get(name) for old, name in enumerate(source.class_names)}
     kept = [
         replace(file, label=label)
@@ -296,7 +297,8 @@ def open_unlabelled(place: Path) -> ImageSource:
         return list_parquet(place, held_out=True)
     if layout == "imagenet-validation":
         return flat_files(place)
-    return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))
+    list_files, _ = _FILE_LAYOUTS[layout]
+    return list_files(_kaggle_folder(place, layout))
 
 
 def find_layout(place: Path) -> str:
@@ -452,15 +454,10 @@ def read_class_names(place: Path | None) -> tuple[str, ...] | None:
     return read_names(place)
 
 
-_LABELS_FROM = {
-    "folder": "the names of folders",
-    "kaggle-train": "the names of folders",
-    "imagenet-train-tar": "the names of class tars",
-    "jpeg-shards": "the shards",
+_FILE_LAYOUTS: Mapping[str, tuple[Callable[..., FileSource], str]] = {
+    "folder": (list_images, "the names of folders"),
+    "kaggle-train": (list_images, "the names of folders"),
+    "imagenet-train-tar": (train_tar, "the names of class tars"),
+    "jpeg-shards": (list_jpeg_shards, "the shards"),
 }
-_FILE_LAYOUTS: Mapping[str, Callable[..., FileSource]] = {
-    "folder": list_images,
-    "kaggle-train": list_images,
-    "imagenet-train-tar": train_tar,
-    "jpeg-shards": list_jpeg_shards,
-}
+"""What lists the files of a layout, and where their labels are from."""

@@ -24,7 +24,7 @@ from unicodedata import category
 import numpy as np
 
 from data_tools.decode import RefusedImageError
-from megavis.config.errors import NOT_ALLOWED, UserError
+from megavis.config.errors import NOT_ALLOWED, UserError, counted
 from megavis.data.format.folders import has_image_suffix, is_image, walk_files, why_no_images
 
 # Called with name and reason of each rejected file.
@@ -318,6 +318,20 @@ def number_classes(
     if unknown := sorted(set(found) - set(classes)):
         raise UserError(f"{root}: class {unknown[0]!r} is not among the {len(classes)} known ones")
     return {name: label for label, name in enumerate(classes)}
+
+
+def number_chosen(only: Sequence[str], found: Sequence[str], *, root: Path) -> dict[str, int]:
+    """Return the numbers of the classes of `--only-classes`, in order of their names.
+
+    Raises UserError if one is not among those found.
+    """
+    if missing := sorted(set(only) - set(found)):
+        raise UserError(
+            f"--only-classes: {root} has no class {missing[0]!r}; it has"
+            f" {counted(len(found), 'class', 'classes')}, such as"
+            f" {', '.join(found[:3]) or 'none'}"
+        )
+    return {name: label for label, name in enumerate(sorted(only))}
 
 
 def file_of(root: Path, raw: str) -> SourceFile:
