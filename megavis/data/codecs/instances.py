@@ -41,16 +41,15 @@ class InstancesCodec(Codec):
     object, and `masks` uint8 `[MAX_OBJECTS, S, S / 8]`, each bit a pixel.
 
     Args:
-        transform: crop and flip, to a side that is a multiple of 8; None for writing only.
+        transform: crop and flip, to a side that is a multiple of 8.
     """
 
-    def __init__(self, transform: Transform | None = None) -> None:
+    def __init__(self, transform: Transform) -> None:
         self._transform = transform
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode to structured samples `[b]`."""
         transform = self._transform
-        assert transform is not None
         draws, side = transform.draws(positions), transform.image_size
         form = [
             ("image", np.uint8, (side, side, 3)),

@@ -51,19 +51,16 @@ class JpegCodec(Codec):
     """JPEG files, decoded to cropped pixels or, with a palette, to the ids of their colours.
 
     Args:
-        transform: crop and augmentation; None for writing only.
+        transform: crop and augmentation.
         palette: maps each pixel to an id, if given.
     """
 
-    def __init__(
-        self, transform: Transform | None = None, *, palette: PaletteLike | None = None
-    ) -> None:
+    def __init__(self, transform: Transform, *, palette: PaletteLike | None = None) -> None:
         self._transform, self._palette = transform, palette
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode to pixels uint8 `[b, size, size, 3]`, or to ids uint16 `[b, size · size]`."""
         transform = self._transform
-        assert transform is not None
         draws, size = transform.draws(positions), transform.image_size
         pixels = np.empty((len(payloads), size, size, 3), np.uint8)
 
@@ -163,20 +160,16 @@ class PairsCodec(Codec):
     """An image and its target: uint8 `[b, 2, size, size, 3]`, the image first.
 
     Args:
-        transform: crop and flip of both, which resizes only images with label maps; None for
-            writing only.
+        transform: crop and flip of both, which resizes only images with label maps.
         target: kind of label map in the targets; None for colours.
     """
 
-    def __init__(
-        self, transform: Transform | None = None, *, target: TargetKind | None = None
-    ) -> None:
+    def __init__(self, transform: Transform, *, target: TargetKind | None = None) -> None:
         self._transform, self._target = transform, target
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode to pixels uint8 `[b, 2, size, size, 3]`."""
         transform, kind = self._transform, self._target
-        assert transform is not None
         draws, size = transform.draws(positions), transform.image_size
         pixels = np.empty((len(payloads), 2, size, size, 3), np.uint8)
 

@@ -1,8 +1,8 @@
 """A shard folder as a map-style data set, and subsets of it.
 
 Opening reads only the manifest and the head of the index, and runs cheap checks (sizes, hashes);
-`verify` reads every byte. The index is memory-mapped, tars on first use: the processes of a node
-share both, and a process keeps nothing per sample.
+`data_tools verify` reads every byte. The index is memory-mapped, tars on first use: the processes
+of a node share both, and a process keeps nothing per sample.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class ShardDataset:
         elif palette is not None:
             size = (transform or self.manifest).image_size or 0
             self.manifest = self.manifest.as_palette(palette.sha256, len(palette), image_size=size)
-        self._check_sizes()
+        if self._remote is None:
+            for shard in self.manifest.shards:
+                _check_size(self.directory / shard.name, shard)
         self._open_index()
         self._num_bytes = np.array([shard.num_bytes for shard in self.manifest.shards])
         self._wrong, self._in_their_place = self._find_replacements()
@@ -231,16 +233,6 @@ class ShardDataset:
         shard = self._index.shard_of(index)
         return f"{self.manifest.shards[shard].name}:{self._index.key(index)}"
 
-    def verify(self) -> list[str]:
-        """Read every byte; return a message for each shard whose SHA-256 is wrong."""
-        problems = []
-        for shard in self.manifest.shards:
-            with self._tar(shard) as tar:
-                digest = hashlib.file_digest(tar, "sha256").hexdigest()
-            if digest != shard.sha256:
-                problems.append(f"{shard.name} does not have the SHA-256 of the manifest")
-        return problems
-
     def payload(self, index: int) -> bytes:
         """Return the stored bytes of a sample or its replacement. Raises IndexError."""
         [payload] = self._payloads(self._valid(checked_indices(np.array([index]), len(self))))
@@ -293,11 +285,6 @@ class ShardDataset:
         for ahead in list(self._ahead.values()):
             kept.update(ahead.make_way())
         self._open.keep_only(kept)
-
-    def _check_sizes(self) -> None:
-        if self._remote is None:
-            for shard in self.manifest.shards:
-                _check_size(self.directory / shard.name, shard)
 
     def _valid(self, indices: np.ndarray) -> np.ndarray:
         """Return the index to read for each sample: its own or the next of valid length."""
