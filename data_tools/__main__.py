@@ -119,7 +119,7 @@ VERBS = (
         "maps semantic",
         "write images and maps of one class a pixel, such as ADE20K's, as shards of pairs",
         "images/training annotations/training --classes objectInfo150.txt --out shards/ade/train",
-        "semantic_maps",
+        "label_maps",
     ),
     Verb(
         "maps instances",

@@ -29,7 +29,7 @@ _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000
 _STRIP_ROWS = 256
 JPEG_START = b"\xff\xd8\xff"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
-_BIT_DEPTH = 24
+BIT_DEPTH = 24
 """Place of this byte in a PNG file."""
 # The inverse of what Pillow does for a value of EXIF's orientation.
 _TURNED_BACK = {
@@ -116,7 +116,7 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
     if image.mode == "I" and opened.format != "PPM":
         raise RefusedImageError("unsupported pixel format")
     if content.startswith(_PNG_START):
-        _scale_key(image, bits=content[_BIT_DEPTH])
+        _scale_key(image, bits=content[BIT_DEPTH])
     try:
         return _to_rgb(image)
     except ValueError:  # Pillow cannot convert this mode to RGB

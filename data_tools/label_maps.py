@@ -1,9 +1,14 @@
-"""`maps panoptic`, `maps depth`, `maps nyu`: write images and label maps as shards of pairs.
+"""`maps panoptic`, `semantic`, `depth`, `nyu`: write images and label maps as shards of pairs.
 
 Panoptic maps are in COCO's format: a JSON file lists images, annotations and categories; the map of
 an image is a PNG whose pixels encode the id of a segment as R + 256 G + 65536 B, with 0 for
 unlabelled pixels. Classes are numbered from 1 in the order of the categories, segments from 1 in
 the order of the annotation.
+
+A semantic map is a PNG whose values are class numbers, as ADE20K's scene parsing benchmark
+publishes them ("Scene Parsing through ADE20K Dataset", Zhou et al., 2017): 0 for other pixels, then
+the classes in the order of `objectInfo150.txt`. Maps of PASCAL VOC and Cityscapes have the first
+class at 0 and void at 255: `--void 255`. In the shards, a class is one segment, numbered like it.
 
 Depth maps are folders of 16-bit PNG files, or NYU Depth v2 as published: a .mat file (HDF5) with
 the labelled part, and another with its split into training and test images.
@@ -25,7 +30,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_tools.decode import RefusedImageError
+from data_tools.decode import BIT_DEPTH, RefusedImageError
 from data_tools.image_shards import (
     PairFile,
     TargetEncoder,
@@ -37,7 +42,7 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.labelled.array_files import read_mat
 from data_tools.labelled.data_set import hdf5_array, ppm
 from data_tools.sources import FileSource, SourceFile, list_images, listed_size_and_fault, read_file
-from data_tools.user_text import read_text
+from data_tools.user_text import lines_of, read_names, read_text
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, decode_png, join, split
 from megavis.data.codecs.label_maps import MAX_NUMBER, MAX_SEGMENTS, UNITS_A_METRE, to_numbers
@@ -211,6 +216,79 @@ def read_panoptic(content: bytes) -> np.ndarray:
     return table[places].reshape(ids.shape)
 
 
+_NO_NUMBERS = "label map: no PNG of one number a pixel"
+_BEYOND = "label map: number beyond the classes of --classes"
+
+
+def add_semantic_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `maps semantic` to its parser."""
+    parser.add_argument("images", type=Path, help="a folder of images, such as images/training")
+    parser.add_argument(
+        "maps", type=Path, help="their maps with the same names, such as annotations/training"
+    )
+    parser.add_argument(
+        "--classes",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="names of the classes, one a line, in the order of their numbers; or ADE20K's"
+        " objectInfo150.txt",
+    )
+    parser.add_argument(
+        "--void",
+        type=int,
+        choices=(0, 255),
+        default=0,
+        help="number of pixels without a class; the first class is 1 with 0, and 0 with 255",
+    )
+    add_quality_argument(parser)
+    add_job_arguments(parser, stores=True)
+
+
+def run_semantic(arguments: argparse.Namespace) -> int:
+    """Write the shard folder. Raises UserError and OSError."""
+    names = read_class_names(arguments.classes)
+    target = {"kind": "panoptic", "class_names": names, "things": (False,) * len(names)}
+    read_map = functools.partial(read_semantic, num_classes=len(names), void=arguments.void)
+    read = functools.partial(png_of_map, read_map=read_map)
+    source = pair_up(list_images(arguments.images), list_images(arguments.maps))
+    encoder = TargetEncoder(arguments.quality, target, read)
+    return run_job(source, encoder, arguments, label="maps")
+
+
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """Return the names in a list, or in the last column of a table whose header ends in `Name`.
+
+    Raises UserError if a name occurs twice, or there are too many.
+    """
+    header, *rows = lines_of(read_text(path)) or [(0, "")]
+    if header[1].split("\t")[-1] == "Name":
+        names = tuple(line.split("\t")[-1].strip() for _, line in rows)
+    else:
+        names = read_names(path)
+    if len(names) > MAX_SEGMENTS:
+        raise UserError(f"{path} has {len(names)} classes, over {MAX_SEGMENTS}")
+    return names
+
+
+def read_semantic(content: bytes, *, num_classes: int, void: int) -> np.ndarray:
+    """Decode a map to class + 256 · segment, int64 `[h, w]`, 0 for void.
+
+    Raises RefusedImageError if it is not a PNG with one number per pixel, or if a number is not a
+    class.
+    """
+    image = _opened_png(content, _NO_NUMBERS)
+    values = np.asarray(image).astype(np.int64)
+    if image.mode == "L":  # Pillow scales greys of fewer than 8 bits to 255
+        values //= 255 // (2 ** content[BIT_DEPTH] - 1)
+    if values.ndim != 2:
+        raise RefusedImageError(_NO_NUMBERS)
+    classes = values if void == 0 else np.where(values == void, 0, values + 1)
+    if classes.max(initial=0) > num_classes:
+        raise RefusedImageError(_BEYOND)
+    return classes + 256 * classes
+
+
 NYU_ROWS, NYU_COLUMNS = slice(54, 480), slice(41, 601)
 """NYU's evaluation crop: 426 × 560 pixels."""
 _TARGET = {"kind": "depth"}
@@ -273,17 +351,22 @@ def _encoder(arguments: argparse.Namespace) -> TargetEncoder:
 def _read_folders(file: SourceFile, root: Path, *, units: float) -> bytes:
     """Return image and depth as one payload. Raises OSError and RefusedImageError."""
     assert isinstance(file, PairFile)
-    depths = read_file(Path(file.target))
+    depths = _opened_png(read_file(Path(file.target)), _NO_DEPTH_PNG)
+    if not depths.mode.startswith("I"):
+        raise RefusedImageError(_NO_DEPTH_PNG)
+    return join(file.read(root), _as_bytes(np.asarray(depths) / units))
+
+
+def _opened_png(content: bytes, reason: str) -> Image.Image:
+    """Decode a PNG file. Raises RefusedImageError with a reason if that fails."""
     try:
-        image = Image.open(io.BytesIO(depths), formats=("PNG",))
-        values = np.asarray(image)
+        image = Image.open(io.BytesIO(content), formats=("PNG",))
+        image.load()
     except MemoryError:  # says nothing about the file
         raise
     except Exception:  # Pillow raises almost any exception on damaged bytes
-        raise RefusedImageError(_NO_DEPTH_PNG) from None
-    if not image.mode.startswith("I"):
-        raise RefusedImageError(_NO_DEPTH_PNG)
-    return join(file.read(root), _as_bytes(values / units))
+        raise RefusedImageError(reason) from None
+    return image
 
 
 def _as_bytes(metres: np.ndarray) -> bytes:

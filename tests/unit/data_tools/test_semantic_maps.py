@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from data_tools.__main__ import main
-from data_tools.semantic_maps import read_class_names, read_semantic
+from data_tools.label_maps import read_class_names, read_semantic
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import decode_png, split
 from megavis.data.format.manifest import Manifest
