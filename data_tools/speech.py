@@ -18,10 +18,10 @@ import hashlib
 import io
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ from data_tools.job_report import say
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage, file_of, printable
-from data_tools.speech_lists import SILENCE, read_split_lists
 from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.recordings import RecordingsCodec
@@ -40,7 +39,8 @@ from megavis.data.format.folders import find_files, walk_files
 from megavis.data.format.manifest import SUFFIXES
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
-NOISE, UNKNOWN = "_background_noise_", "_unknown_"
+_SPLIT_LISTS = {"train": "train.txt", "validation": "valid.txt", "test": "test.txt"}
+NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"
 _WAV = ".wav"
 # What scipy says of chunks that other programs add, all of which it skips.
 _OF_METADATA = (r"Chunk \(non-data\) not understood", "Incomplete chunk ID")
@@ -190,11 +190,8 @@ def _recordings(root: Path) -> dict[str, SourceFile]:
     if others:
         many, example = counted(len(others), "file"), printable(min(others))
         say(f"{root}: {many} not read, such as {example}: only word/name{_WAV} are")
-    return {file.name: file for file in sorted((file_of(root, path) for path in raw), key=_name)}
-
-
-def _name(file: SourceFile) -> str:
-    return file.name
+    files = [file_of(root, path) for path in raw]
+    return {file.name: file for file in sorted(files, key=lambda file: file.name)}
 
 
 def _listed(path: Path, recordings: Collection[str]) -> list[str]:
@@ -242,6 +239,70 @@ def _silences(like: SourceFile, part: str, count: int, *, label: int) -> Iterato
 
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+@dataclass(frozen=True)
+class ListedPart:
+    """The recordings of a part.
+
+    Attributes:
+        names: `word/file.wav` below the folder of recordings.
+        num_silences: lines of `_silence_`.
+    """
+
+    names: tuple[str, ...]
+    num_silences: int
+
+
+def read_split_lists(
+    folder: Path, recordings: Collection[str], words: Sequence[str]
+) -> Mapping[str, ListedPart]:
+    """Read the lists of all parts, as TC-ResNet's repository has them.
+
+    `speech_commands_dataset/{train,valid,test}.txt` ("Temporal Convolution for Real-time Keyword
+    Spotting on Mobile Devices", Choi et al., 2019) have a line `word/file.wav` for each recording,
+    and 1,854, 258 and 257 lines of `_silence_`. TensorFlow's own script, which made them, chooses
+    the unknown words by the order in which a folder lists its files, so no rule gives the same.
+
+    Args:
+        folder: folder of the three lists.
+        recordings: names of the existing recordings.
+        words: wanted words; each part must have a recording of one.
+
+    Raises:
+        UserError: a list is missing, or names a recording that does not exist or is listed twice.
+    """
+    found, seen, there = {}, set[str](), set(recordings)
+    for part, file in _SPLIT_LISTS.items():
+        names, num_silences = [], 0
+        for number, name in _listed_names(folder / file):
+            if name.startswith(f"{SILENCE}/"):
+                num_silences += 1
+                continue
+            if name not in there:
+                example = next(iter(recordings), "")
+                is_name = name.count("/") == 1
+                reason = "is no recording of the source" if is_name else f"is not like {example}"
+                raise UserError(f"{folder / file} line {number}: {name} {reason}")
+            if name in seen:
+                raise UserError(f"{folder / file} line {number}: {name} is listed twice")
+            seen.add(name)
+            names.append(name)
+        if not any(name.split("/")[0] in words for name in names):
+            raise UserError(f"{folder / file} lists no recording of {', '.join(words)}")
+        found[part] = ListedPart(tuple(names), num_silences)
+    return found
+
+
+def _listed_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line number and the last two parts of the path on each line."""
+    if not path.is_file():
+        raise UserError(
+            f"{path} is missing: --split-lists needs {', '.join(_SPLIT_LISTS.values())}, as in"
+            " speech_commands_dataset of TC-ResNet's repository"
+        )
+    for number, line in numbered_lines(path):
+        yield number, "/".join(PurePosixPath(line).parts[-2:])
 
 
 @dataclass(frozen=True)
