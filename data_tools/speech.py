@@ -33,8 +33,7 @@ from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.sources import FileSource, SourceFile, SourceImage, file_of, printable
 from data_tools.user_text import numbered_lines
 from megavis.config.errors import UserError, counted
-from megavis.data.codecs.recordings import RecordingsCodec
-from megavis.data.codecs.sound import HOP, SAMPLE_RATE, write_noises
+from megavis.data.codecs.sound import HOP, SAMPLE_RATE, RecordingsCodec, write_noises
 from megavis.data.format.folders import find_files, walk_files
 from megavis.data.format.manifest import SUFFIXES
 

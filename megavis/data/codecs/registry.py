@@ -79,7 +79,7 @@ def _latents(manifest: Manifest, transform: Transform | None) -> Codec:
 
 
 def _recordings(manifest: Manifest, transform: Transform | None) -> Codec:
-    from megavis.data.codecs.recordings import RecordingsCodec
+    from megavis.data.codecs.sound import RecordingsCodec
 
     assert manifest.frame_shape is not None
     _require_as_stored(manifest, transform, may_flip=False)

@@ -1,4 +1,4 @@
-"""Sound: mel-frequency cepstral coefficients, and augmentation by a shift and background noise.
+"""Recordings: their codec, mel-frequency cepstral coefficients, and augmentation.
 
 As in TC-ResNet's released code ("Temporal Convolution for Real-time Keyword Spotting on Mobile
 Devices", Choi et al., 2019), which calls TensorFlow. 40 coefficients per 10 ms in the papers:
@@ -13,7 +13,7 @@ noise is mixed in at a volume of up to 0.1 (method `anchored_slice_or_pad_with_s
 
 Random numbers are arguments, so every rank, worker and resumed run gets the same samples.
 
-Legend: n frames, d coefficients per frame, t = 160 n samples of a recording.
+Legend: b recordings, n frames, d coefficients per frame, t = 160 n samples of a recording.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from scipy import fft
 
 from megavis.config.errors import UserError, describe_os_error
+from megavis.data.codecs.codec import Codec, Payloads, Refusals
+from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import write_atomically
 
 SAMPLE_RATE = 16_000
@@ -113,6 +115,44 @@ class SoundAugment:
         first = int(start * (len(noise) - len(samples) + 1))
         scale = np.float32(_LARGEST_VOLUME * volume / FULL_SCALE)
         return (moved + scale * noise[first : first + len(samples)]).clip(-1.0, 1.0)
+
+
+class RecordingsCodec(Codec):
+    """Recordings (`.pcm`, little-endian int16), read as cepstral coefficients: float32 `[b, n, d]`.
+
+    Args:
+        shape: n and d.
+        transform: shifts recordings and mixes in noise, if it augments sound.
+    """
+
+    def __init__(self, shape: tuple[int, int], transform: Transform | None = None) -> None:
+        self.shape = shape
+        self.num_samples = HOP * shape[0]
+        self.num_bytes = 2 * self.num_samples
+        self._transform = transform
+
+    def encode(self, samples: np.ndarray) -> bytes:
+        """Encode int16 `[160 n]`. Raises ValueError for another dtype or length."""
+        if samples.dtype != np.int16 or samples.shape != (self.num_samples,):
+            raise ValueError(f"a recording must be int16 [{self.num_samples}]")
+        return samples.astype("<i2").tobytes()
+
+    def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
+        """Decode to float32 `[b, n, d]`; refuses nothing."""
+        frames = np.empty((len(payloads), *self.shape), np.float32)
+        augment = self._transform.sound if self._transform else None
+        draws = (
+            self._transform.sound_draws(positions, NUM_SOUND_DRAWS)
+            if self._transform and augment
+            else None
+        )
+        # One at a time: sums then round the same in a batch of any size.
+        for row, payload in enumerate(payloads):
+            samples = payload.view("<i2").astype(np.float32) / np.float32(FULL_SCALE)
+            if augment is not None and draws is not None:
+                samples = augment(samples, draws[row])
+            frames[row] = cepstra(samples, self.shape[1])
+        return frames, {}
 
 
 def move(samples: np.ndarray, shift: int) -> np.ndarray:

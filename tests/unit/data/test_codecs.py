@@ -18,8 +18,7 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.augment import RandAugment
 from megavis.data.codecs.codec import IdsCodec, LatentsCodec, PaletteCodec
 from megavis.data.codecs.jpeg import DamagedImageError, JpegCodec, PairsCodec, decode_rgb, join
-from megavis.data.codecs.recordings import RecordingsCodec
-from megavis.data.codecs.sound import cepstra
+from megavis.data.codecs.sound import RecordingsCodec, cepstra
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches

@@ -13,9 +13,9 @@ from written_shards import write_payloads
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.section import DataConfig
-from megavis.data.codecs.recordings import RecordingsCodec
 from megavis.data.codecs.sound import (
     NUM_SOUND_DRAWS,
+    RecordingsCodec,
     SoundAugment,
     cepstra,
     sound_augment,

@@ -18,7 +18,7 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.augment import RandAugment
 from megavis.data.codecs.codec import IdsCodec, LatentsCodec
 from megavis.data.codecs.jpeg import join
-from megavis.data.codecs.recordings import RecordingsCodec
+from megavis.data.codecs.sound import RecordingsCodec
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import TargetMaps
 from megavis.data.loading.dataset import ShardDataset
