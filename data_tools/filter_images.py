@@ -88,7 +88,7 @@ def run_filter(arguments: argparse.Namespace) -> int:
         sources[f"evaluation-{number}"] = open_unlabelled(place)
     evaluation = [arguments.out / name for name in sources if name != MEASURED]
     if arguments.like is not None:
-        sources[LIKE] = FirstParts(open_unlabelled(arguments.like), arguments.like_count)
+        sources[LIKE] = FirstParts.of(open_unlabelled(arguments.like), arguments.like_count)
     jobs = [
         (
             images,
@@ -138,35 +138,31 @@ def _check(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class FirstParts:
-    """The first parts of a source, shuffled if possible: enough for `count` images."""
+    """The first parts of a source, shuffled if possible: enough for `count` images.
+
+    It has the identity of the source, since the choice of parts does not change their content.
+    """
 
     source: ImageSource
     count: int
+    description: str
+    root: Path | str
+    sha256: str
+    class_names: tuple[str, ...]
+    label_column: str
 
-    @property
-    def description(self) -> str:
-        """Description of the source."""
-        return self.source.description
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Classes of the source."""
-        return self.source.class_names
-
-    @property
-    def label_column(self) -> str:
-        """Origin of the labels of the source."""
-        return self.source.label_column
-
-    @property
-    def sha256(self) -> str:
-        """Identity of the source, since the choice of parts does not change their content."""
-        return self.source.sha256
-
-    @property
-    def root(self) -> Path | str:
-        """Path or URL of the source."""
-        return self.source.root
+    @classmethod
+    def of(cls, source: ImageSource, count: int) -> FirstParts:
+        """Return the first parts of a source."""
+        return cls(
+            source,
+            count,
+            source.description,
+            source.root,
+            source.sha256,
+            source.class_names,
+            source.label_column,
+        )
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Return the first parts of the source."""

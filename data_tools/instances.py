@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +131,7 @@ def _objects(
 ) -> tuple[dict[int, list[Object]], int]:
     """Return the objects of each image, and the number of dropped boxes without area."""
     found: dict[int, list[Object]] = {number: [] for number in images}
-    dropped: Counter[str] = Counter()
+    num_dropped = 0
     for each in annotations:
         what = f"{path}: annotation {each.get('id')}"
         if each["image_id"] not in found:
@@ -148,7 +147,7 @@ def _objects(
             mask = [polygon for polygon in mask if len(polygon) >= _LEAST_POLYGON]
         _check_numbers(each, what)
         if not mask or min(each["bbox"][2:]) <= 0:
-            dropped["boxes"] += 1
+            num_dropped += 1
             continue
         found[each["image_id"]].append(
             {
@@ -159,7 +158,7 @@ def _objects(
                 "mask": mask,
             }
         )
-    return found, dropped["boxes"]
+    return found, num_dropped
 
 
 def _check_numbers(annotation: Mapping[str, Any], what: str) -> None:

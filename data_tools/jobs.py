@@ -136,10 +136,8 @@ def _write_shards(
             say(f"slice {part} is done; the folder is finished when all slices are")
             return 0
         outcome = _run(units, arguments, label="reading what is there")
-    names, skipped = (
-        write_report(_report_path(arguments, alone=True), outcome),
-        _skipped(outcome.results),
-    )
+    names = write_report(_report_path(arguments, alone=True), outcome)
+    skipped = _skipped(outcome.results)
     write_memory_figure(arguments.out / MEMORY_NAME, outcome)
     for partial_report in arguments.out.glob("report-slice-*.json"):
         partial_report.unlink(missing_ok=True)

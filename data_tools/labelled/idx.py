@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import math
 import zlib
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def _values(path: Path, kind: str) -> np.ndarray:
             f"{path} has {len(content)} bytes, fewer than the header of {start}: it is truncated"
         )
     shape = np.frombuffer(content[4:start], ">u4").tolist()
-    wanted = start + functools.reduce(int.__mul__, shape)
+    wanted = start + math.prod(shape)
     if len(content) != wanted:
         sides = f" of {' x '.join(map(str, shape[1:]))} pixels" if shape[1:] else ""
         fault = "truncated" if len(content) < wanted else "damaged"

@@ -190,22 +190,17 @@ def initial_tokenizer(config: Mapping[str, Any], where: Path) -> LatentTokenizer
     Raises:
         UserError: the config is not a tokenizer's.
     """
-    built: LatentTokenizer | IdTokenizer = _tokenizer_class(where, config["objective"]).from_config(
-        config
-    )
-    return built
-
-
-def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:
-    name = section.get("name")
+    name = config["objective"].get("name")
     if name not in TOKENIZERS:
         known = ", ".join(sorted(TOKENIZERS))
         raise UserError(
-            f"{run_folder} is a run of objective {name!r}, which is not a tokenizer; tokenizers"
+            f"{where} is a run of objective {name!r}, which is not a tokenizer; tokenizers"
             f" are: {known}"
         )
     module, _, attribute = TOKENIZERS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    kind: Any = getattr(importlib.import_module(module), attribute)
+    built: LatentTokenizer | IdTokenizer = kind.from_config(config)
+    return built
 
 
 def grid_side(image_size: int, downsampling: int, *, network: str) -> int:

@@ -104,7 +104,7 @@ class DataNeeds:
     def cache_bytes(self, num_windows: int | None = None) -> int:
         """Return the bytes that `num_windows` windows of each folder take; None: all shards."""
         return sum(
-            folder.index_bytes + min(folder.num_bytes, (num_windows or 1) * folder.window_bytes)
+            folder.index_bytes + min(folder.num_bytes, num_windows * folder.window_bytes)
             if num_windows and folder.num_windows > 1
             else folder.index_bytes + folder.num_bytes
             for folder in self.remote

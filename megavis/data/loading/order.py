@@ -81,9 +81,7 @@ class SampleOrder:
         Raises:
             ValueError: a position is negative.
         """
-        positions = np.asarray(positions, dtype=np.int64)
-        if positions.size and positions.min() < 0:
-            raise ValueError("positions must not be negative")
+        positions = _checked(positions)
         flat = positions.reshape(-1).astype(np.uint64)
         size = np.uint64(self.num_samples)
         epoch_keys = _mix(self._key + (flat // size) * _GOLDEN)
@@ -139,9 +137,7 @@ class WindowedOrder:
         Raises:
             ValueError: a position is negative.
         """
-        positions = np.asarray(positions, dtype=np.int64)
-        if positions.size and positions.min() < 0:
-            raise ValueError("positions must not be negative")
+        positions = _checked(positions)
         epochs, places = np.divmod(positions.reshape(-1), self.num_samples)
         index = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -288,6 +284,13 @@ def block_counts(weights: Sequence[float]) -> list[int]:
     if min(counts) == 0:
         raise ValueError(f"weights must lie within a factor of {_MAX_BLOCK}, not {list(weights)}")
     return counts
+
+
+def _checked(positions: np.ndarray) -> np.ndarray:
+    positions = np.asarray(positions, dtype=np.int64)
+    if positions.size and positions.min() < 0:
+        raise ValueError("positions must not be negative")
+    return positions
 
 
 def _derived(seed: int) -> int:
