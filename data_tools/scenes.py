@@ -61,6 +61,8 @@ _COLORS = {
 }
 """Mean color of each class with `--class-colors`."""
 _LEAST_SIDE, _MILLIMETRES, _MANY_IDS = 16, 1000, 1 << 24
+_FAR = 65.0
+"""Largest distance in metres: 16 bits hold 65.5 m in millimetres."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,10 @@ def run_scenes(arguments: argparse.Namespace) -> int:
     """Write the folder. Raises UserError and OSError."""
     if arguments.size < _LEAST_SIDE:
         raise UserError(f"--size must be at least {_LEAST_SIDE}")
-    if not _NEAR < arguments.wall[0] < arguments.wall[1]:
-        raise UserError(f"--wall must be two increasing distances above {_NEAR} m")
+    if not _NEAR < arguments.wall[0] < arguments.wall[1] <= _FAR:
+        raise UserError(
+            f"--wall must be two increasing distances above {_NEAR} m and up to {_FAR:g} m"
+        )
     options = ("size", "images", "validation_images", "objects", "wall", "class_colors", "seed")
     record = {name: getattr(arguments, name) for name in options}
     record["wall"] = list(arguments.wall)  # as it is read back from JSON

@@ -74,8 +74,9 @@ def test_scenes_with_class_colors_and_a_near_wall(tmp_path, capsys):
     for channel, category in enumerate((1, 2, 5)):
         assert len(means[category]) > 5
         assert {int(mean.argmax()) for mean in means[category]} == {channel}
-    assert main(["scenes", str(tmp_path / "s"), "--wall", "6", "4"]) == 2
-    assert "--wall must be two increasing distances above 2.2 m" in capsys.readouterr().err
+    for wall in (("6", "4"), ("5", "inf"), ("5", "66")):
+        assert main(["scenes", str(tmp_path / "s"), "--wall", *wall]) == 2
+        assert "--wall must be two increasing distances above 2.2 m" in capsys.readouterr().err
 
 
 def test_panoptic_maps_keep_class_and_segment(tmp_path):
