@@ -59,14 +59,17 @@ def comma_separated(kind: Callable[[str], Any], what: str) -> Callable[[str], li
 
 
 def path_of(text: str) -> Path:
-    """Parse a path; raises argparse.ArgumentTypeError if it is empty.
+    """Parse a path; raises argparse.ArgumentTypeError if it is empty, or a URL.
 
-    `Path("")` is the current folder, and an unset variable of a shell gives an empty text.
+    `Path("")` is the current folder, and an unset variable of a shell gives an empty text. `Path`
+    would make one slash of the two in a URL.
     """
     if not text:
         raise argparse.ArgumentTypeError(
             "the path is empty, as from an unset variable: give a path, or . for this folder"
         )
+    if re.match(r"[a-z][a-z0-9+.-]*://", text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL: give a local path")
     return Path(text)
 
 

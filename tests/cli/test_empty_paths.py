@@ -1,4 +1,4 @@
-"""An empty path, as from an unset variable of a shell, is not the current folder."""
+"""An empty path, as from an unset variable, is not the current folder, and a URL is no path."""
 
 from pathlib import Path
 
@@ -32,3 +32,19 @@ def test_data_tools_refuse_it(words, capsys):
 def test_megavis_refuses_it(capsys):
     assert megavis.cli.main(["sample", "", "--out", "sheet.png"]) == 2
     assert "the path is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", "s3://bucket/shards"],
+        ["reshard", "https://host/shards", "--out", "out"],
+        ["pairs", "images", "gs://bucket/depth", "--out", "out", "--size", "8"],
+        ["filter", "images", "--out", "out", "--evaluation", "s3://bucket/val"],
+        ["jpeg", "images", "--out", "out", "--selection", "s3://bucket/selection"],
+    ],
+)
+def test_a_url_is_not_taken_for_a_path(words, capsys):
+    assert data_tools.__main__.main(words) == 2
+    (url,) = (word for word in words if "://" in word)
+    assert f"{url} is a URL: give a local path" in capsys.readouterr().err
