@@ -18,7 +18,6 @@ from data_tools.engines import process_map
 from data_tools.job_report import say
 from data_tools.jobs import add_workers_argument
 from data_tools.out_lock import hold_out
-from megavis.config.errors import counted
 from megavis.data.format.manifest import Manifest, ShardEntry
 from megavis.data.format.sample_index import (
     RECORD,
@@ -46,9 +45,8 @@ def run_index(arguments: argparse.Namespace) -> int:
         finish_folder(directory, manifest, _keeping(listed, each))
         listed.unlink()
     num_bytes = (directory / SAMPLE_INDEX_NAME).stat().st_size
-    samples, shards = manifest.num_samples, len(manifest.shards)
-    what = f"{counted(samples, 'sample')} in {counted(shards, 'shard')}"
-    say(f"{directory / SAMPLE_INDEX_NAME}: {what}, {num_bytes / samples:.1f} bytes a sample")
+    per_sample = num_bytes / manifest.num_samples
+    say(f"{directory / SAMPLE_INDEX_NAME}: {manifest.size}, {per_sample:.1f} bytes a sample")
     return 0
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from data_tools.job_report import ProgressBar, say
 from megavis.config.arguments import output_file, positive
-from megavis.config.errors import UserError, counted
+from megavis.config.errors import UserError
 from megavis.data.codecs.instances import painted_objects
 from megavis.data.codecs.label_maps import painted
 from megavis.data.codecs.transforms import Transform
@@ -35,15 +35,17 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Report errors and return 1, or return 0. Raises UserError without a manifest."""
-    directory: Path = arguments.directory
+    code = say_problems(arguments.directory)
+    if not code:
+        say(f"{arguments.directory}: {Manifest.read(arguments.directory).size}, all good")
+    return code
+
+
+def say_problems(directory: Path) -> int:
+    """Print each error in a shard folder; return 1 if there is one, else 0."""
     problems = find_problems(directory)
     for problem in problems:
         say(f"wrong: {problem}")
-    manifest = Manifest.read(directory)
-    if not problems:
-        samples, shards = manifest.num_samples, len(manifest.shards)
-        held = f"{counted(samples, 'sample')} in {counted(shards, 'shard')}"
-        say(f"{directory}: {held}, all good")
     return 1 if problems else 0
 
 

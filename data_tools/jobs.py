@@ -304,8 +304,7 @@ def write_manifest(
     """
     with process_map(workers if len(manifest.shards) > _FEW_SHARDS else 0) as each:
         finish_folder(directory, manifest, each)
-    shards = counted(len(manifest.shards), "shard")
-    say(f"{name or directory}: {counted(manifest.num_samples, 'sample')} in {shards}")
+    say(f"{name or directory}: {manifest.size}")
 
 
 def manifest_of(

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from data_tools.inspection import find_problems
-from data_tools.job_report import say
+from data_tools.inspection import say_problems
 from data_tools.jobs import add_job_arguments, manifest_of, run_job, write_manifest
 from data_tools.selection import (
     DEFAULT_SHARE,
@@ -81,10 +80,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
         return failed
     if not isinstance(arguments.out, Path) or not (arguments.out / MANIFEST_NAME).exists():
         return 0  # in a store, or other slices are not finished
-    problems = find_problems(arguments.out.resolve())
-    for problem in problems:
-        say(f"wrong: {problem}")
-    return 1 if problems else 0
+    return say_problems(arguments.out.resolve())
 
 
 run_merge = run_reshard

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, counted
 from megavis.data.format.files import write_atomically
 from megavis.data.format.folders import MANIFEST_NAME
 from megavis.data.format.not_shards import what_it_is
@@ -140,6 +140,12 @@ class Manifest(_Strict):
     def num_samples(self) -> int:
         """Number of samples in all shards."""
         return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def size(self) -> str:
+        """Numbers of samples and shards, for messages."""
+        samples, shards = counted(self.num_samples, "sample"), counted(len(self.shards), "shard")
+        return f"{samples} in {shards}"
 
     @property
     def content(self) -> str:
