@@ -12,7 +12,7 @@ import functools
 import io
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from data_tools.shard_tasks import Encoded, ShardEncoder, encode_each
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
 from data_tools.user_text import whole_number
-from megavis.config.arguments import non_negative, output_file, positive
+from megavis.config.arguments import comma_separated, non_negative, output_file, positive
 from megavis.config.errors import UserError, counted
 from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.files import write_atomically
@@ -80,7 +80,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--curve",
-        type=color_counts,
+        type=comma_separated(whole_number(1, MAX_COLORS), "a list of numbers"),
         metavar="K,K,...",
         help="also fit palettes of these sizes, and write their errors next to --out: CSV, PNG",
     )
@@ -98,7 +98,10 @@ def run_fit(arguments: argparse.Namespace) -> int:
     palette, error = fit_palette(pixels, num_colors=arguments.num_colors, seed=arguments.seed)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     palette.save(arguments.out)
-    say(_summary(palette, error, len(pixels), arguments.out))
+    say(
+        f"{arguments.out}: {len(palette)} colours from {len(pixels)} pixels, mean squared error "
+        f"{error:.1f} (summed over red, green, blue in 0..255), SHA-256 {palette.sha256}"
+    )
     if arguments.curve:
         _write_curve(arguments, pixels, known=(len(palette), error))
     return 0
@@ -127,10 +130,23 @@ def run_grey(arguments: argparse.Namespace) -> int:
 
 
 def _write_curve(arguments: argparse.Namespace, pixels: np.ndarray, *, known: Point) -> None:
-    points = measure(pixels, arguments.curve, seed=arguments.seed, known=known)
-    for count, error in points:
+    """Write `<palette>_curve.csv` and `.png` next to the palette; `known` is not fitted again."""
+    points = []
+    for count in sorted(set(arguments.curve)):
+        error = known[1]
+        if count != known[0]:
+            _, error = fit_palette(pixels, num_colors=count, seed=arguments.seed)
+        points.append((count, error))
         say(f"  {count} colours: mean squared error {error:.1f}")
-    table, picture = write(points, arguments.out)
+    table: Path = arguments.out.with_name(f"{arguments.out.stem}_curve.csv")
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["num_colors", "mean_squared_error"])
+    rows.writerows((count, f"{error:.3f}") for count, error in points)
+    write_atomically(table, text.getvalue().encode())
+    picture = table.with_suffix(".png")
+    label = "mean squared error (RGB, 0..255)"
+    write_atomically(picture, line_figure(points, xlabel="colours", ylabel=label, doubling=True))
     say(f"{table}, {picture}")
 
 
@@ -204,51 +220,6 @@ def _pictures(
     for start, stop in ((0, share), (share, None)):
         for number in order:
             yield from itertools.islice(parts[number].pictures(refuse), start, stop)
-
-
-def _summary(palette: Palette, error: float, num_pixels: int, out: Path) -> str:
-    return (
-        f"{out}: {len(palette)} colours from {num_pixels} pixels, mean squared error "
-        f"{error:.1f} (summed over red, green, blue in 0..255), SHA-256 {palette.sha256}"
-    )
-
-
-def color_counts(text: str) -> tuple[int, ...]:
-    """Parse `64,128,256`. Raises argparse.ArgumentTypeError."""
-    try:
-        counts = tuple(sorted({int(word) for word in text.split(",")}))
-    except ValueError:
-        counts = ()
-    if not counts or not 1 <= counts[0] <= counts[-1] <= MAX_COLORS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of numbers in 1..{MAX_COLORS}, such as 64,128,256,512"
-        )
-    return counts
-
-
-def measure(pixels: np.ndarray, counts: Sequence[int], *, seed: int, known: Point) -> list[Point]:
-    """Fit a palette of each size to pixels uint8 `[n, 3]`, except for `known`."""
-    points = []
-    for count in counts:
-        error = known[1]
-        if count != known[0]:
-            _, error = fit_palette(pixels, num_colors=count, seed=seed)
-        points.append((count, error))
-    return points
-
-
-def write(points: Sequence[Point], palette_path: Path) -> tuple[Path, Path]:
-    """Write `<palette>_curve.csv` and `.png` next to the palette; return both paths."""
-    table = palette_path.with_name(f"{palette_path.stem}_curve.csv")
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["num_colors", "mean_squared_error"])
-    rows.writerows((count, f"{error:.3f}") for count, error in points)
-    write_atomically(table, text.getvalue().encode())
-    picture = table.with_suffix(".png")
-    error = "mean squared error (RGB, 0..255)"
-    write_atomically(picture, line_figure(points, xlabel="colours", ylabel=error, doubling=True))
-    return table, picture
 
 
 def add_shards_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,15 @@ from data_tools.decode import MAX_PIXELS, RefusedImageError, decoder_versions
 from data_tools.user_text import whole_number
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
-from megavis.data.codecs.crops import NUM_INCEPTION_DRAWS, Window, cut, inception_window, resize
+from megavis.data.codecs.crops import (
+    NUM_INCEPTION_DRAWS,
+    Window,
+    cut,
+    inception_window,
+    resize,
+    scaled_size,
+    square_window,
+)
 
 Library = Literal["torch", "pillow"]
 LIBRARIES: tuple[Library, ...] = get_args(Library)
@@ -112,7 +120,7 @@ class Crop:
     def _random_square(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
         random = self._random(name, number)
         shorter = int(random.integers(*_PAPER_SHORTER_SIDES, endpoint=True))
-        height, width = scaled_size(image, shorter)
+        height, width = _scaled_size(image, shorter)
         top = int(random.integers(0, height - _PAPER_SIDE, endpoint=True))
         left = int(random.integers(0, width - _PAPER_SIDE, endpoint=True))
         large = resized(image, height=height, width=width, library=self.library)
@@ -153,24 +161,21 @@ def resize_and_crop(image: np.ndarray, *, size: int, library: Library) -> np.nda
     The longer side becomes round(longer * size / shorter); the crop starts at
     floor((longer - size) / 2). Smaller images are enlarged. Raises as `check_aspect`.
     """
-    height, width = scaled_size(image, size)
+    height, width = _scaled_size(image, size)
     large = resized(image, height=height, width=width, library=library)
-    return cut(large, _centre_window(height, width, size))
+    return cut(large, square_window(height, width, size=size))
 
 
 def nearest_square(image: np.ndarray, *, size: int) -> np.ndarray:
     """Like `resize_and_crop`, but with nearest-neighbour resampling, by Pillow."""
-    height, width = scaled_size(image, size)
+    height, width = _scaled_size(image, size)
     large = Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST)
-    return cut(np.asarray(large), _centre_window(height, width, size))
+    return cut(np.asarray(large), square_window(height, width, size=size))
 
 
-def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
-    """Return height and width of `image` for a shorter side; raises as `check_aspect`."""
+def _scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
     check_aspect(image)
-    height, width = image.shape[:2]
-    shorter = min(height, width)
-    return round(height * shorter_side / shorter), round(width * shorter_side / shorter)
+    return scaled_size(image, shorter_side)
 
 
 def check_aspect(image: np.ndarray) -> None:
@@ -193,10 +198,6 @@ def resized(image: np.ndarray, *, height: int, width: int, library: Library) -> 
     # torch warns of arrays that cannot be written, which Pillow's decoders return.
     writable = image if image.flags.writeable else image.copy()
     return resize(writable, height=height, width=width)
-
-
-def _centre_window(height: int, width: int, size: int) -> Window:
-    return Window((height - size) // 2, (width - size) // 2, size, size)
 
 
 def add_resize_argument(parser: argparse.ArgumentParser) -> None:

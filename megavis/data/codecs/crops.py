@@ -164,10 +164,10 @@ def _inception_attempt(
     return Window(top, left, window_height, window_width)
 
 
-def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> Window:
+def square_window(height: int, width: int, draws: np.ndarray | None = None, *, size: int) -> Window:
     """Return a random or centered square window with sides of `size` pixels.
 
-    Draws `[2]` in [0, 1) are the vertical and horizontal position; with `[0]` it is centered.
+    Draws `[2]` in [0, 1) are the vertical and horizontal position; without any it is centered.
 
     Raises:
         WrongSizeError: the image is smaller than the square.
@@ -175,7 +175,7 @@ def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> W
     spaces = (height - size, width - size)
     if min(spaces) < 0:
         raise WrongSizeError(f"smaller than {size}x{size} pixels")
-    if draws.size:
+    if draws is not None and draws.size:
         top, left = (
             math.floor(draw * (space + 1))
             for draw, space in zip(draws.tolist(), spaces, strict=True)
@@ -257,15 +257,20 @@ def cut_center(image: np.ndarray, *, short_side: int, size: int) -> np.ndarray:
     """
     image = _scale(image, short_side)
     height, width = image.shape[:2]
-    return cut(image, square_window(height, width, np.empty(0), size=size))
+    return cut(image, square_window(height, width, size=size))
 
 
 def _scale(image: np.ndarray, short_side: int) -> np.ndarray:
     """Resize uint8 `[h, w, 3]` to a shorter side of `short_side`."""
+    height, width = scaled_size(image, short_side)
+    return resize(image, height=height, width=width)
+
+
+def scaled_size(image: np.ndarray, short_side: int) -> tuple[int, int]:
+    """Return height and width of an image for a shorter side of `short_side`."""
     height, width = image.shape[:2]
     shorter = min(height, width)
-    height, width = round(height * short_side / shorter), round(width * short_side / shorter)
-    return resize(image, height=height, width=width)
+    return round(height * short_side / shorter), round(width * short_side / shorter)
 
 
 def cut(image: np.ndarray, window: Window) -> np.ndarray:

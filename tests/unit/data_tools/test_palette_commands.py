@@ -289,7 +289,7 @@ def test_palette_curve(images, tmp_path, capsys):
     assert len(Palette.load(out)) == 16
     for wrong in ("a,b", "0,4", "600"):
         assert main([*fit, "--curve", wrong]) == 2
-    assert "is not a list of numbers in 1..512" in capsys.readouterr().err
+    assert "'600' is not a whole number from 1 to 512" in capsys.readouterr().err
 
 
 def test_released_palette_format(images, tmp_path):
