@@ -259,7 +259,7 @@ def run_semantic(arguments: argparse.Namespace) -> int:
 def read_class_names(path: Path) -> tuple[str, ...]:
     """Return the names in a list, or in the last column of a table whose header ends in `Name`.
 
-    Raises UserError if a name occurs twice, or there are too many.
+    Raises UserError if a list has a name twice, or there are too many.
     """
     header, *rows = lines_of(read_text(path)) or [(0, "")]
     if header[1].split("\t")[-1] == "Name":

@@ -287,7 +287,7 @@ def _hash_split(layout: str, split: str) -> Split:
 
 
 def open_unlabelled(place: Path) -> ImageSource:
-    """Open a source without labels; of a data set with official splits its test set."""
+    """Open a source whose labels do not matter; of a labelled data set, its test set."""
     layout = find_layout(place)
     if layout in DATA_SETS:
         return DATA_SETS[layout].open(place, TEST, class_names=None)

@@ -1,1 +1,1 @@
-"""Tokenizers: images to sequences of tokens and back. Does not import `megavis.data`."""
+"""Tokenizers: images to sequences of tokens and back."""

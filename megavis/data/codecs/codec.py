@@ -30,8 +30,6 @@ Refusals = dict[int, str]
 
 MAX_IDS = 1 << 16
 UNKNOWN_ID = "token beyond the vocabulary"
-
-
 NOT_FINITE = "not finite"
 
 

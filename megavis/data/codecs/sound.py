@@ -41,8 +41,6 @@ HOP = 160
 NUM_BANDS = 64
 _WINDOW, _TRANSFORM = 480, 512
 _LOWEST, _HIGHEST, _OFFSET = 80.0, 7600.0, 1e-6
-
-
 FULL_SCALE = 32768.0
 """Amplitude 1 as an int16 sample."""
 NUM_SOUND_DRAWS = 5

@@ -1,4 +1,4 @@
-"""Atomic file writes (temporary name, fsync, rename), file hashes, and the limit of open files."""
+"""Atomic file writes (temporary name, fsync, rename), file hashes, and JSON of any numbers."""
 
 from __future__ import annotations
 

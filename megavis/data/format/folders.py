@@ -33,8 +33,6 @@ _IMAGE_START = re.compile(
     rb"|P[1-6]\s|\0\0\0\x0cjP  \r\n|\xff\x4f\xff\x51",
     re.DOTALL,
 )
-
-
 _SPLITS = frozenset(
     ("train", "training", "trainset", "val", "valid", "validation", "dev", "test", "testing")
 )

@@ -31,8 +31,6 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer, write_atomically
 
 MAX_TOKENS = 512
-
-
 INDEX_VERSION = 1
 _BLOCK = tarfile.BLOCKSIZE
 

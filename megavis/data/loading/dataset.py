@@ -197,8 +197,8 @@ class ShardDataset:
 
         Returns:
             The samples in the form of their codec (ids uint16 `[b, n]`, pixels uint8
-            `[b, h, w, 3]`, pairs uint8 `[b, 2, h, w, 3]`, latents float16 `[b, 2, c, h, w]`), and
-            labels int64 `[b]`.
+            `[b, h, w, 3]`, pairs uint8 `[b, 2, h, w, 3]`, latents float16 `[b, 2, c, h, w]`,
+            recordings float32 `[b, n, d]`), and labels int64 `[b]`.
 
         Raises:
             IndexError: an index lies outside [0, N).

@@ -38,7 +38,7 @@ class Batch:
         inputs: decoded samples. Palette and other ids: int64 `[b, n]` in raster order, each below
             the vocabulary size. Images: uint8 `[b, h, w, 3]`, cropped, in 0 .. 255. Pairs: uint8
             `[b, 2, h, w, 3]`, the image and its target. Latents: float16 `[b, 2, c, h, w]`, mean
-            then scale. Frames: float16 `[b, n, d]`.
+            then scale. Frames: float32 `[b, n, d]`.
         labels: class of each sample, int64 `[b]`; -1 if it has none.
         sample_index: int64 `[b]`; the position of each sample in the endless sample stream (in
             evaluation, its index in the data set). All per-sample randomness is seeded by it, so a
