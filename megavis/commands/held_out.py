@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megavis.checkpoint.format.folder import chosen_checkpoint, finetuned_step
+from megavis.checkpoint.format.folder import chosen_checkpoint, finetuned_step, finetuning_file
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.commands.opening import (
     first_images,
@@ -117,9 +117,9 @@ def _chosen_step(folder: Path) -> int | None:
     """Return the step that fine-tuning chose; None for imported weights, which have no steps."""
     step = finetuned_step(folder)
     if step is None and read_manifest(chosen_checkpoint(folder)).optimizer_step:
-        path = folder / "evaluation" / "finetune_test.json"
         raise UserError(
-            f"{folder} is not a finished fine-tuning run: {path} does not name its chosen step"
+            f"{folder} is not a finished fine-tuning run: {finetuning_file(folder)} does not name"
+            " its chosen step"
         )
     return step
 

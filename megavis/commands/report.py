@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megavis.checkpoint.format.folder import saved_steps
+from megavis.checkpoint.format.folder import early_stopping_file, finetuning_file, saved_steps
 from megavis.config.errors import UserError
 from megavis.config.yaml_tree import ConfigSource, read_tree
 from megavis.data.format.files import to_json, write_atomically
@@ -154,7 +154,9 @@ def _state(folder: Path, row: dict[str, Any], *, has_trained: bool) -> str:
         return "training"
     if not has_trained:
         return "imported" if saved_steps(folder) else "empty"
-    return "finished" if row["step"] >= (row["steps"] or 0) else "stopped"
+    # With `training.patience` a run may end before its last step.
+    has_chosen = early_stopping_file(folder).exists() or finetuning_file(folder).exists()
+    return "finished" if has_chosen or row["step"] >= (row["steps"] or 0) else "stopped"
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megavis.checkpoint.format.folder import finetuning_file
 from megavis.commands.config import load_user_config
 from megavis.commands.figure import save_figure
 from megavis.commands.opening import (
@@ -162,7 +163,7 @@ def _plot(points: Sequence[Point], args: argparse.Namespace) -> int:
 def _score(point: Point, args: argparse.Namespace) -> float:
     """Return the point's score; a probe is cached in the run's folder."""
     if args.measure == "test":
-        result = FinetuneResult.read(point.folder / "evaluation" / "finetune_test.json")
+        result = FinetuneResult.read(finetuning_file(point.folder))
         assert isinstance(result.accuracy, ClassAccuracy), "other tasks are refused"
         return result.accuracy.vote
     if args.measure != "probe":

@@ -37,6 +37,10 @@ def write(tmp_path):
 def test_runs_command(tmp_path, write, capsys):
     write("ended", [{"step": 0, "validation_loss": 3.5}, {"step": 3, "loss": 2.25}])
     write("stopped", [{"step": 1, "loss": 4.0}])
+    for name, file in (("early", "early_stopping.json"), ("tuned", "finetune_test.json")):
+        folder = write(name, [{"step": 2, "loss": 4.0}])
+        (folder / "evaluation").mkdir()
+        (folder / "evaluation" / file).write_text('{"step": 1}')
     write("sweeps/imported", checkpoints=[7])
     with FolderLock(write("now", [{"step": 2, "loss": 3.0}])):
         assert main(["runs", str(tmp_path), "--json"]) == 0
@@ -45,6 +49,8 @@ def test_runs_command(tmp_path, write, capsys):
     assert states == {
         "ended": (3, "finished"),
         "stopped": (1, "stopped"),
+        "early": (2, "finished"),
+        "tuned": (2, "finished"),
         "sweeps/imported": (7, "imported"),
         "now": (2, "training"),
     }

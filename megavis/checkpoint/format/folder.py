@@ -98,7 +98,12 @@ def finetuned_step(run_folder: Path) -> int | None:
 
     Raises UserError if the result does not name one.
     """
-    return _step_in(run_folder / "evaluation" / "finetune_test.json")
+    return _step_in(finetuning_file(run_folder))
+
+
+def finetuning_file(run_folder: Path) -> Path:
+    """Return the file that names the step a finished fine-tuning run has chosen, and its score."""
+    return run_folder / "evaluation" / "finetune_test.json"
 
 
 def early_stopping_file(run_folder: Path) -> Path:

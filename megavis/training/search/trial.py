@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megavis.checkpoint.format.folder import checkpoints_by_age
+from megavis.checkpoint.format.folder import checkpoints_by_age, finetuning_file
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
@@ -128,7 +128,7 @@ def is_finished(config: RunConfig, folder: Path) -> bool:
     is_over = step >= config.training.steps
     if config.finetune is not None:
         # Its report is written last.
-        if not (folder / "evaluation" / "finetune_test.json").exists():
+        if not finetuning_file(folder).exists():
             return False
         stopping = EarlyStopping(config.finetune.patience, accuracy_history(records))
         is_over = is_over or stopping.is_over
