@@ -183,15 +183,10 @@ def _pictures(study: Study, folder: Path, page: Path) -> Iterator[str]:
     if _draw_depth(methods, folder, target / "depth.png"):
         yield f"\n![Linear probe of held-out images, by layer]({_PICTURES}/depth.png)"
         yield "\nLinear probe of held-out images by layer; dashed: the same networks untrained."
-    for method in methods:
-        drawn = (
-            folder / method.pretrained / f"evaluation/{method.figure}.png"
-            if method.figure
-            else None
-        )
-        if drawn is not None and drawn.exists():
-            text = f"{method.name}: `megavis figure {method.figure}` on held-out images"
-            yield from picture(drawn, page, _PICTURES, text)
+    for method in (method for method in methods if method.figure):
+        drawn = folder / method.pretrained / f"evaluation/{method.figure}.png"
+        text = f"{method.name}: `megavis figure {method.figure}` on held-out images"
+        yield from picture(drawn, page, _PICTURES, text)
 
 
 def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:

@@ -458,8 +458,13 @@ def test_parts_of_a_page_are_replaced(tmp_path):
     marks = [f"<!-- {name} --><!-- end of {name} -->\n" for name in names]
     own.write_text(own.read_text() + "".join(marks))
     write_run(tmp_path, "results_mae", held_out=made_probe(0.4, 0.3, 0.35))
+    # Drawn by another machine, which has kept its run folders.
+    elsewhere = own.parent / "images/results/results_mae_reconstructions.png"
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.touch()
     page.write_page(study(), tmp_path, own)
     text = own.read_text()
+    assert "](images/results/results_mae_reconstructions.png)" in text
     assert text.startswith("before\n<!-- cifar10 -->\nLinux")
     assert "old" not in text
     assert "\nafter\n" in text
