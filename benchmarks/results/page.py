@@ -209,7 +209,7 @@ def _draw_depth(methods: Sequence[Method], folder: Path, path: Path) -> bool:
         axes.plot(layers, trained, color=color, marker="o", markersize=3, label=method.name)
         axes.plot(layers, untrained, color=color, linestyle="--", linewidth=0.8)
     axes.set(xlabel="layer", ylabel="accuracy, %")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
     return True
