@@ -117,7 +117,8 @@ def network_rows(
     Args:
         network: one of the same sizes, maybe on the meta device.
         renamed: the released name of a layer of ours.
-        ours, theirs: prefixes of the names.
+        ours: prefix of our names.
+        theirs: prefix of the released names.
     """
     rows = []
     for name, parameter in network.named_parameters():

@@ -101,7 +101,11 @@ def test_every_option_has_help_with_its_default(parser):
             ["palette", "fit", "x", "--out", "y.npy", "--colors", "8"],
             "arguments: --colors 8; `python -m data_tools palette fit --help` shows",
         ),
-        (data_tools, ["palette", "fit", "x", "--out", "y.npy", "--num-colors", "0"], "in [1, 512]"),
+        (
+            data_tools,
+            ["palette", "fit", "x", "--out", "y.npy", "--num-colors", "0"],
+            "from 1 to 512",
+        ),
         (data_tools, ["verify", "nowhere"], "nowhere does not exist in"),
         (data_tools, ["jpeg", "nowhere", "--out", "x"], "nowhere does not exist: give a folder"),
     ],
