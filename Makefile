@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml
 # Run in the background, it keeps the first test processes from each compiling all modules for
 # themselves, pytest's assertions in tests included.
 compile: $(STAMP)
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest $(TESTS) --collect-only -qq >/dev/null
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest $(TESTS) -m "$(SELECT)" --collect-only -qq >/dev/null
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -16,6 +16,7 @@ from process_state import differences, end_process_groups, process_state, thread
 from megavis.parallel.limits import allow_open_files
 
 NUM_COLORS = 32
+_ALL_ONCE = "pytestmark = pytest.mark.once"
 
 # The references are those of a CPU, so the tests compute on it, wherever they run: set before
 # anything imports torch, and inherited by every process that a test starts.
@@ -32,6 +33,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the order in which files, and the tests of each, run."""
     parser.addoption("--order", default="given", help="given, reverse, or a number that seeds one")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files whose tests are all deselected, which takes half of the collection."""
+    if config.option.markexpr != "not once" or collection_path.suffix != ".py":
+        return None
+    return True if f"\n{_ALL_ONCE}\n" in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
