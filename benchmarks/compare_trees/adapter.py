@@ -45,9 +45,11 @@ def watched_training() -> Iterator[Training]:
     engine: Any = importlib.import_module("megavis.training.engine").Engine
     seen, start, step = Training(), engine.__init__, engine.train_step
 
-    def started(self: Any, config: Any, objective: Any, context: Any) -> None:
+    def started(self: Any, *given: Any) -> None:
+        # The objective alone; in older checkouts, between config and context.
+        objective = given[len(given) // 2]
         objective.training_sequence = _kept(objective.training_sequence, seen)
-        start(self, config, objective, context)
+        start(self, *given)
         seen.parameters = _parameters(self)
 
     def stepped(self: Any, *args: Any) -> Any:
