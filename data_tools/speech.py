@@ -184,7 +184,7 @@ def _recordings(root: Path) -> dict[str, SourceFile]:
     for path in walk_files(root):
         is_sound = path.lower().endswith(_WAV)
         if path.startswith(NOISE) or not (is_sound or "/" in path):
-            continue  # noises are read elsewhere; files beside the words are lists
+            continue  # noises are read separately; files outside word folders are lists
         (raw if is_sound and path.count("/") == 1 else others).append(path)
     if others:
         many, example = counted(len(others), "file"), printable(min(others))

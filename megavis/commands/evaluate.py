@@ -399,7 +399,7 @@ def _evaluate_maps(
 def _write_table(
     path: Path, opened: Run, result: PanopticResult | DepthResult, *, stage: str, name: str
 ) -> None:
-    """Write a run's errors, beside `path`, into the table of its paper, if that has one.
+    """Write a run's errors into its paper's table, next to `path`, if the paper has one.
 
     `stage` is what has made the maps; `name` is the file name of such results in run folders.
     """

@@ -192,7 +192,7 @@ class Diffusion(Density):
         steps = options.sampling_steps or keys.sampling_steps
         if keys.noise == "cosine" and steps > keys.noise_steps:
             raise UserError(
-                f"the number of steps must be at most {keys.noise_steps}, those of the cosine"
+                f"the number of steps must be at most {keys.noise_steps}, the length of the cosine"
                 f" schedule, not {steps}"
             )
         temperature = keys.sampling_temperature if temperature is None else temperature

@@ -143,8 +143,8 @@ class Transform:
     def draws(self, positions: np.ndarray) -> np.ndarray:
         """Return all random numbers of each sample, float64 `[b, d]` in [0, 1].
 
-        The first column is 1 if the image is flipped, else 0; those of the crop, of `augment`, of
-        `erase` and of `colors` follow.
+        The first column is 1 if the image is flipped, else 0, followed by the columns of the crop,
+        `augment`, `erase` and `colors`.
         """
         drawn = [
             _uniform(positions, count, seed=self.seed, purpose=purpose)
