@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, finetuned_step, finetuning_file
 from megavis.checkpoint.format.manifest import read_manifest
@@ -25,7 +26,7 @@ from megavis.composition.classification import classifier_of
 from megavis.composition.instances import Instances
 from megavis.composition.segmentation import Segmentation
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import Subset, halves, shuffled
+from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.evaluation import detection, segmentation
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
 from megavis.evaluation.figures import write_png
@@ -40,6 +41,8 @@ from megavis.evaluation.results import (
     share_or_dash,
 )
 from megavis.notebook import Run
+
+_Task = TypeVar("_Task", Segmentation, Instances)
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -152,14 +155,22 @@ def _report_classes(members: dict[str, ClassProbabilities], path: Path | None) -
         EnsembleResult(count, tuple(rows)).write(path)
 
 
+def _open_whole_images(
+    args: argparse.Namespace, kind: type[_Task], task: str
+) -> tuple[Run, _Task, ShardDataset]:
+    """Open a run that was fine-tuned for a task, and its test images; raise UserError otherwise."""
+    opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+    objective = opened.objective
+    if not isinstance(objective, kind):
+        raise UserError(f"{args.run_folder} was not fine-tuned with finetune.task: {task}")
+    images = open_unseen(opened, args.images or objective.settings.test, option="--images")
+    return opened, objective, images
+
+
 def evaluate_segmentation(args: argparse.Namespace) -> int:
     """Predict, and write and print the result on the main process."""
     with layout_job(args):
-        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
-        objective = opened.objective
-        if not isinstance(objective, Segmentation):
-            raise UserError(f"{args.run_folder} was not fine-tuned with finetune.task: segments")
-        images = open_unseen(opened, args.images or objective.settings.test, option="--images")
+        opened, objective, images = _open_whole_images(args, Segmentation, "segments")
         names, side = objective.classes_of(images.manifest), opened.config.data.image_size
         stride = args.stride or max(1, 2 * side // 3)
         if stride > side:
@@ -183,11 +194,7 @@ def evaluate_segmentation(args: argparse.Namespace) -> int:
 def evaluate_detection(args: argparse.Namespace) -> int:
     """Find objects, and write and print the result on the main process."""
     with layout_job(args):
-        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
-        objective = opened.objective
-        if not isinstance(objective, Instances):
-            raise UserError(f"{args.run_folder} was not fine-tuned with finetune.task: instances")
-        images = open_unseen(opened, args.images or objective.settings.test, option="--images")
+        opened, objective, images = _open_whole_images(args, Instances, "instances")
         names = objective.classes_of(images.manifest)
         found = detection.evaluate_detection(
             opened.inference,
