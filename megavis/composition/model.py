@@ -7,6 +7,7 @@ Legend: b images, n positions of the sequence, q predicted positions, r rows of 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -100,8 +101,12 @@ class Model(Layers):
 
     @property
     def tokenizer_identity(self) -> str | None:
-        """SHA-256 of the frozen tokenizer; None without one."""
-        return self.predicts.identity or self.reads.identity or self.condition.identity
+        """SHA-256 of the frozen tokenizer, or of those of several; None without one."""
+        parts = (self.predicts, self.reads, self.condition)
+        found = list(dict.fromkeys(one for part in parts if (one := part.identity) is not None))
+        if len(found) > 1:
+            return hashlib.sha256("".join(found).encode()).hexdigest()
+        return found[0] if found else None
 
     @property
     def frozen_encoders(self) -> tuple[FrozenEncoder, ...]:

@@ -22,6 +22,7 @@ training: {{steps: 20, batch_size: 8, log_every: 1, validate_every: 20, validati
 
 
 def write_config(folder, shards="nowhere"):
+    folder.mkdir(exist_ok=True)
     path = folder / "vqgan.yaml"
     path.write_text(SMALL.format(output=folder, shards=shards))
     return path

@@ -125,7 +125,8 @@ class CheckpointManifest(_Part):
     """Set for fp16 only."""
     seed: int
     tokenizer: str | None
-    """SHA-256 of the tokenizer that made the training data."""
+    """SHA-256 of the tokenizer that made the training data; where inputs, targets or condition have
+    tokenizers of their own, one of all of them."""
     data: str | None = None
     """SHA-256 of the training data, `Manifest.content`; none for released weights."""
     classes: tuple[str, ...] = ()

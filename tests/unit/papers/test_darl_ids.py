@@ -104,6 +104,24 @@ def test_tokenizer_identity(build_paper, run_folder):
     assert build_paper(config(run_folder), *pixels)[0].tokenizer_identity is None
 
 
+def test_identity_is_of_both_tokenizers(build_paper, tmp_path):
+    first, second, third = (
+        write_untrained_run(tmp_path / str(seed), seed=seed) for seed in range(3)
+    )
+    ids = "{{kind: ids, patch_size: 4, vocabulary_size: 12, tokenizer: {}}}"
+
+    def identity(read, predicted):
+        words = f"reads: {ids.format(read)}, predicts: {ids.format(predicted)},"
+        rest = "schedule: {kind: one_by_one}, asks: {kind: shift}, density: {kind: categorical}"
+        return build_paper(tiny(f"{{name: compose, {words} {rest}}}"))[0].tokenizer_identity
+
+    of_both = identity(first, second)
+    assert of_both == identity(first, second)
+    others = {identity(third, second), identity(first, third), identity(second, first)}
+    assert len(others | {of_both}) == 4
+    assert identity(first, first) == open_tokenizer(first).identity()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
