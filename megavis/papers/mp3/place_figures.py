@@ -289,7 +289,8 @@ def jigsaw_rows(
 
     Returns:
         Three rows: context patches at their positions, the shuffled patches with the context in
-        green, and patches at their predicted positions; and the accuracy of each column.
+        green, and patches at their predicted positions; and the accuracy of each column, without
+        the patches whose position is given.
     """
     patches = objective.patches_of(image[None].to(inference.context.device))
     rows: list[list[np.ndarray]] = [[], [], []]
@@ -299,7 +300,9 @@ def jigsaw_rows(
         context = objective.context_of(torch.tensor([seed], device=patches.device), ratio)
         seen = torch.zeros(1, patches.shape[1], dtype=torch.bool).scatter_(1, context.cpu(), True)
         places = predicted_places(inference, objective, patches, context)
-        accuracies.append(float((places.cpu() == torch.arange(len(order))).float().mean()))
+        hits = (places.cpu() == torch.arange(len(order))).float()
+        hits = hits.scatter(1, context[:, : objective.num_placed].cpu(), 0.0)
+        accuracies.append(float(hits.sum()) / (len(order) - objective.num_placed))
         rows[0].append(show(objective, patches, seen)[0])
         shuffled = show(objective, gather_tokens(patches, order.to(patches.device)))
         rows[1].append(outline(shuffled, gather_tokens(seen, order))[0])

@@ -96,6 +96,9 @@ def test_jigsaw_and_mixture_rows():
     assert rows[2][0][:, :, 0].flatten().tolist() == [0, 1, 2, 127]
     mixed = place_figures.mixture_rows(inference, places, image.expand(2, 2, 2, 3), (0.0, 0.25))
     assert [len(row) for row in mixed] == [6, 6]
+    places.num_placed = 1
+    _, accuracies = place_figures.jigsaw_rows(inference, places, image, (0.0,))
+    assert accuracies == [pytest.approx(2 / 3)]
 
 
 @pytest.mark.parametrize("count", [1, 3])
