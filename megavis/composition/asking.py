@@ -211,9 +211,9 @@ class Shift(Asking):
         return Embedded(hidden, own, carried)
 
     def workload(self, arrangement: Arrangement, num_outputs: int) -> Workload:
-        """Return the workload of one causal stream."""
+        """Return the workload of one stream; kernels compute what a mask of groups hides."""
         rows = self.sink + arrangement.num_positions
-        return Workload.of_one_stream(rows, num_outputs, causal=True)
+        return Workload.of_one_stream(rows, num_outputs, causal=not self.by_groups)
 
 
 class Mask(Asking):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.section import ParallelConfig
-from megavis.model.stack import LayerStack
+from megavis.model.stack import LayerStack, stacks_of
 from megavis.papers import build_objective
 from megavis.planning.activation_memory import activation_memory
 from megavis.planning.communication import Group, group_apart, transfers
@@ -102,6 +102,7 @@ def test_planned_activations_match_autograd(context, name, words):
         "gvp/vit_b_p2d",
         "mp3/vit_b_imagenet",
         "mae/vit_b16",
+        "aim/vit_600m",
         "givt/encoder_decoder",
     ],
 )
@@ -115,7 +116,9 @@ def test_flops_match_torch_flop_counter(context, name):
         for layer in layers:
             state = layer(state)
     work, model = objective.workload(), objective.config.model
-    # torch also counts the scores that causal attention skips.
+    # torch also counts the scores that causal attention skips; no other attention skips any.
+    (kind,) = {each.core.visibility_kind for each in stacks_of(plans) if each.work == work}
+    assert (work.mean_visible < work.num_visible) == (kind == "causal")
     queries = (model.num_layers - 1) * work.num_tokens + work.num_read
     left_out = 4 * model.hidden_size * (work.num_visible - work.mean_visible) * queries
     planned = objective.flops_per_image() / 3 + left_out
