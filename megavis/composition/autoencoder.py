@@ -159,7 +159,7 @@ class AutoencoderObjective(Backbone):
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, three times a forward pass's.
 
-        The discriminator is not counted.
+        Discriminator and perceptual network are not counted.
         """
         size = self.config.data.image_size
         counter = FlopCounterMode(display=False)
@@ -167,6 +167,11 @@ class AutoencoderObjective(Backbone):
         with torch.device("meta"), torch.no_grad(), counter:
             self.plain_network(torch.empty(1, 3, size, size))
         return 3.0 * counter.get_total_flops()
+
+    @property
+    def counts_whole_step(self) -> bool:
+        """True without discriminator and perceptual network, which may cost more than the rest."""
+        return not (self.paper.adversarial_weight or self.paper.perceptual_weight)
 
 
 def posterior_noise(

@@ -103,6 +103,15 @@ def test_perceptual_distance_treats_images_as_constant(tmp_path, context):
     assert needs == [(True, False)]
 
 
+@pytest.mark.parametrize(("adversarial", "counts"), [(0.1, False), (0, True)])
+def test_utilization_is_not_computed_from_the_autoencoder_alone(
+    tmp_path, context, adversarial, counts
+):
+    words = [f"objective.adversarial_weight={adversarial}", "objective.perceptual_weight=0"]
+    objective = OBJECTIVES["vae"](load_config(write_config(tmp_path), words).config, context)
+    assert objective.counts_whole_step == counts
+
+
 def test_squared_slope_matches_finite_differences():
     torch.manual_seed(0)
     network = Discriminator(8, 4).double()
