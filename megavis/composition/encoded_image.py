@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.folder import checkpoint_to_open
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.composition.condition import Condition, Encode, Known
@@ -220,7 +220,7 @@ class PretrainedEncoder:
         num_patches: int,
     ) -> PretrainedEncoder:
         """Open another run; raise UserError unless it fits `sizes` and the blocks' `model`."""
-        checkpoint = chosen_checkpoint(run, None)
+        checkpoint = checkpoint_to_open(run)
         source = load_config(run / "config.yaml").config
         check_same_words(checkpoint, read_manifest(checkpoint).words, source)
         difference = next(_differences(source, model, sizes, key), None)

@@ -322,7 +322,8 @@ class FinetuneConfig(Section):
     """Run folder with the initial weights; default: train from scratch. If it is a run of the same
     task, head and classes, its head is trained further; otherwise the head is new."""
     from_step: Positive | None = None
-    """Step of its checkpoint; default: the best with `training.patience`, else the newest."""
+    """Step of its checkpoint; default: the one that a finished fine-tuning run chose, the best with
+    `training.patience`, else the newest."""
     num_classes: Annotated[int, Field(gt=1)]
     """Number of classes, without void; must match the shards."""
     generative_weight: AtLeast0 = 0.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.format.folder import checkpoint_to_open, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
@@ -274,7 +274,7 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
         UserError: there is no such run or checkpoint.
     """
     assert settings.from_run is not None
-    return chosen_checkpoint(Path(settings.from_run), settings.from_step)
+    return checkpoint_to_open(Path(settings.from_run), settings.from_step)
 
 
 def _reason_for_new_head(

@@ -169,6 +169,10 @@ def test_chosen_step_is_opened_exported_and_kept(config, capsys, tmp_path):
     with job_closed():
         assert megavis.load(folder, device="cpu").step == 1
         assert megavis.load(folder, device="cpu", step=5).step == 5
+    words = [f"output={tmp_path}", "name=further", f"finetune.from_run={folder}"]
+    capsys.readouterr()
+    assert main(["finetune", str(config), "--device", "cpu", *words, "training.steps=1"]) == 0
+    assert f"the head continues from {step_folder(folder, 1)}\n" in capsys.readouterr().out
     assert main(["export", str(folder), "--to", "huggingface", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "parameters after step 1.\n" in card
