@@ -152,6 +152,7 @@ def read_aim(args: argparse.Namespace) -> Released:
         # The batch norm's counter, and everything above the probed blocks.
         ignored=_above(probed.stop, num_layers),
         validates=True,
+        part=args.head,
     )
 
 

@@ -71,6 +71,7 @@ def read_transformer(args: argparse.Namespace) -> Released:
         released.table(),
         image_size=size,
         sections={"model": released.model()},
+        part=args.adapter,
     )
 
 

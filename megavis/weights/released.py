@@ -118,6 +118,7 @@ class Released:
         palette: to keep with the run, if any.
         classes: names, by label, of the classes that it predicts, if the folder has them.
         note: a sentence about what differs from the released network, if anything does.
+        part: file of a part that is released on its own, among the tensors; None without one.
     """
 
     objective: ObjectiveConfig
@@ -131,6 +132,7 @@ class Released:
     palette: Palette | None = None
     classes: tuple[str, ...] = ()
     note: str = ""
+    part: Path | None = None
 
     def config(self, run_folder: Path) -> RunConfig:
         """Return the config of the run; its training keys are for further training."""
@@ -169,7 +171,9 @@ class Released:
             palette=self.palette,
             classes=self.classes,
             words=words_of(config),
-            origin=origin_of(self.tensors.source),
+            origin="; ".join(
+                origin_of(each) for each in (self.tensors.source, self.part) if each is not None
+            ),
         )
         return sum(tensor.numel() for tensor in weights.values())
 

@@ -310,6 +310,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
         }
     layout = {
         "tensor_model_parallel_size": tensor_size,
+        "context_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "data_parallel_size": data_size,
     }

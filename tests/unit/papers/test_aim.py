@@ -15,6 +15,7 @@ from tiny import VIT, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megavis
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
@@ -333,8 +334,10 @@ def test_head_of_its_own_file_reads_the_chosen_layers(parts, monkeypatch, chosen
     tensors, images = released(), photographs(3, 16)
     blocks, _ = trunk(tensors, images)
     expected = probe(tensors, [blocks[i] for i in blocks_read])
-    logits = megavis.load(parts / "runs" / "aim").outputs(images)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    opened = megavis.load(parts / "runs" / "aim")
+    torch.testing.assert_close(opened.outputs(images), expected, rtol=1e-4, atol=1e-4)
+    origin = read_manifest(opened.checkpoint).origin
+    assert all(f"{name}.pth has the SHA-256" in origin for name in ("trunk", "head"))
 
 
 def test_best_layers_are_those_of_the_released_code():
