@@ -211,11 +211,15 @@ def _fit(out: Path, *, count: int) -> Likeness:
 
 def _some_features(folder: Path, *, count: int) -> np.ndarray:
     total = sum(len(index) for _, _, index in measured_units(folder))
-    step, start, chosen = max(total // count, 1), 0, []
+    count = min(count, total)
+    places = np.arange(count) * total // max(count, 1)
+    start, chosen = 0, [np.zeros((0, 0), np.float16)]
     for _, tar, index in measured_units(folder):
-        chosen.append(read_measurements(tar, index)["features"][-start % step :: step])
+        own = places[(places >= start) & (places < start + len(index))] - start
+        if len(own):  # a unit without images does not know the width of features
+            chosen.append(read_measurements(tar, index)["features"][own])
         start += len(index)
-    return np.concatenate(chosen)[:count]
+    return np.concatenate(chosen[1:] or chosen)
 
 
 def _write_lists(

@@ -165,6 +165,12 @@ class FirstParts:
         )
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
-        """Return the first parts of the source."""
-        size = min(files_per_part, self.count)
-        return self.source.parts(files_per_part=size, seed=seed)[: -(-self.count // size)]
+        """Return the first parts of the source; one that does not say its number counts as full."""
+        size, found = min(files_per_part, self.count), 0
+        parts: list[SourcePart] = []
+        for part in self.source.parts(files_per_part=size, seed=seed):
+            if found >= self.count:
+                break
+            parts.append(part)
+            found += part.num_files or size
+        return parts

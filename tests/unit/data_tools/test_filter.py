@@ -19,7 +19,7 @@ from web_images import (
 )
 
 import megavis
-from data_tools import filter_images, measurements
+from data_tools import filter_decision, filter_images, measurements
 from data_tools.__main__ import main
 from data_tools.filter_decision import fit_likeness
 from data_tools.measurements import MeasurementEncoder, RunFeatures, features, read_measurements
@@ -263,6 +263,41 @@ def test_features_of_a_run(tmp_path, small_run, capsys, job_of_a_run):
     assert RunFeatures.open(small_run).width == run.config.model.hidden_size
     assert main([*words, "--like", str(tmp_path / "wanted"), "--features", "nowhere"]) == 2
     assert "nowhere has no checkpoint" in capsys.readouterr().err
+
+
+def test_the_classifier_sees_images_of_the_whole_source(
+    tmp_path, small_run, monkeypatch, job_of_a_run
+):
+    """Of fewer than twice --like-count images too; a tar without any has no width of features."""
+    pictures = list(crops(range(15)).items())
+    tars = (pictures[:7], [("damaged.jpg", b"")], pictures[7:])
+    for number, members in enumerate(tars):
+        write_tar(tmp_path / "found" / f"{number}.tar", members)
+    write_folder(tmp_path / "wanted", crops(range(15, 25)))
+    fitted = []
+
+    def fit(wanted, found):
+        fitted.append(found)
+        return fit_likeness(wanted, found)
+
+    monkeypatch.setattr(filter_decision, "fit_likeness", fit)
+    words = ["filter", str(tmp_path / "found"), "--out", str(tmp_path / "out")]
+    words += ["--like", str(tmp_path / "wanted"), "--like-count", "10"]
+    assert main([*words, "--features", str(small_run)]) == 0
+    units = [tmp_path / "out" / "measurements" / f"shard-{n:06d}.tar" for n in (0, 2)]
+    measured = [read_measurements(tar, ShardReader(tar).index)["features"] for tar in units]
+    expected = np.concatenate(measured)[[number * 15 // 10 for number in range(10)]]
+    np.testing.assert_array_equal(fitted[0], expected)
+
+
+def test_small_tars_are_measured_until_there_are_enough(tmp_path):
+    """A tar is a part, whatever its number of images, which img2dataset states beside it."""
+    for number in range(4):
+        members = [(f"{number}{place}.jpg", b"") for place in range(5)]
+        write_tar(tmp_path / f"{number:05d}.tar", members)
+        (tmp_path / f"{number:05d}_stats.json").write_text('{"successes": 5}')
+    first = filter_images.FirstParts.of(open_unlabelled(tmp_path), 12)
+    assert sum(part.num_files for part in first.parts(files_per_part=10_000, seed=0)) == 15
 
 
 def test_measurement():
