@@ -182,16 +182,16 @@ def test_what_needs_features_is_not_evaluated_during_training(build_paper, measu
 
 
 def test_confusion_matrix_gives_the_three_numbers():
-    """Against counts by hand: class 2 never occurs and is never predicted."""
-    classes = torch.tensor([[[0, 0, 1], [1, 1, -1]]])
-    found = torch.tensor([[[0, 1, 1], [1, 0, 2]]])
-    confusion = confusion_of(found, classes, 3).view(3, 3).numpy()
-    assert confusion.tolist() == [[1, 1, 0], [1, 2, 0], [0, 0, 0]]
+    """Against counts by hand: class 2 never occurs and is never predicted, class 3 is one pixel."""
+    classes = torch.tensor([[[0, 0, 1, 0], [1, 1, -1, 3]]])
+    found = torch.tensor([[[0, 1, 1, 0], [1, 0, 2, 0]]])
+    confusion = confusion_of(found, classes, 4).view(4, 4).numpy()
+    assert confusion.tolist() == [[2, 1, 0, 0], [1, 2, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
     result = accuracy_of(confusion, 1)
-    assert result.pixel_accuracy == pytest.approx(3 / 5)
-    assert result.mean_accuracy == pytest.approx((1 / 2 + 2 / 3) / 2)
-    assert result.iou == (pytest.approx(1 / 3), pytest.approx(2 / 4), None)
-    assert result.mean_iou == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert result.pixel_accuracy == pytest.approx(4 / 7)
+    assert result.mean_accuracy == pytest.approx((2 / 3 + 2 / 3 + 0) / 3)
+    assert result.iou == (pytest.approx(2 / 5), pytest.approx(2 / 4), None, 0.0)
+    assert result.mean_iou == pytest.approx((2 / 5 + 2 / 4 + 0) / 3)
 
 
 def test_mean_iou_equals_torchmetrics():

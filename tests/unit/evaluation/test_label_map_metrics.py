@@ -9,6 +9,7 @@ import torch
 from megavis.config.errors import UserError
 from megavis.data.codecs.label_maps import to_pixels
 from megavis.evaluation.images.pair_metrics import DepthErrors, PanopticQuality
+from megavis.evaluation.images.results import Quality
 
 NUM_CLASSES = 4
 
@@ -150,8 +151,9 @@ def test_panoptic_quality_of_perfect_and_empty_predictions():
     assert (quality.quality().pq, quality.quality().rq) == (100.0, 100.0)
     nothing = PanopticQuality(NUM_CLASSES)
     nothing.add(truth, np.zeros_like(truth))
-    assert nothing.quality().pq == 0.0
-    assert PanopticQuality(NUM_CLASSES).quality().classes == 0
+    num_present = len(np.unique(truth[..., 0])) - 1  # without void
+    assert nothing.quality() == Quality(0.0, 0.0, 0.0, num_present)
+    assert PanopticQuality(NUM_CLASSES).quality() == Quality(0.0, 0.0, 0.0, 0)
 
 
 def test_depth_errors_match_plain_arithmetic():
@@ -161,9 +163,11 @@ def test_depth_errors_match_plain_arithmetic():
         true = random.integers(0, 120_000, (6, 7))  # up to 12 m, partly out of range
         true[0, :3] = [0, 10, 100_000]  # unmeasured, and both exclusive bounds
         guess = np.maximum(1, (true * random.uniform(0.5, 2.0, true.shape)).astype(np.int64))
+        # No prediction counts as a tenth of a millimetre, and a ratio of 1.25 as too large.
+        true[1, :2], guess[1, :2] = [20_000, 12_500], [0, 10_000]
         errors.add(to_pixels(true), to_pixels(guess))
         pairs = [
-            (t / 10_000, g / 10_000)
+            (t / 10_000, max(g, 1) / 10_000)
             for t, g in zip(true.flatten().tolist(), guess.flatten().tolist(), strict=True)
             if 0.001 < t / 10_000 < 10
         ]

@@ -166,3 +166,6 @@ def test_precision_and_recall_match_the_paper():
     assert precision_and_recall(*pair, neighbors=2) == pytest.approx(expected)
     assert min(expected) > 0.2
     assert max(expected) < 0.95
+    # The border of a ball is inside: of radius 1 around 3.
+    line = torch.arange(4.0)[:, None]
+    assert precision_and_recall(line + 4.0, line, neighbors=1) == (0.25, 0.25)

@@ -41,5 +41,5 @@ def test_identical_images_are_left_out_of_the_mean_psnr():
 
 
 def test_images_smaller_than_the_window_raise():
-    with pytest.raises(UserError, match="at least 11² pixels; these have 8×8"):
-        PairScores().add(*torch.zeros(2, 1, 8, 8, 3, dtype=torch.uint8))
+    with pytest.raises(UserError, match="at least 11² pixels; these have 8×16"):
+        PairScores().add(*torch.zeros(2, 1, 8, 16, 3, dtype=torch.uint8))
