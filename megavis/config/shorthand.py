@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any, Literal
 
 from megavis.config.errors import blame
@@ -159,7 +160,8 @@ def write_out_epochs(
         if steps in keys:
             text = f"is short for {section}.{steps}, which is given too; keep one"
             yield f"{section}.{key}", text
-        keys[steps] = math.ceil(epochs * (images or 1) / batch_size)
+        # As written: in binary 1.1 is more, and 1.1 epochs of 500 steps were 551.
+        keys[steps] = math.ceil(Fraction(str(epochs)) * (images or 1) / batch_size)
 
 
 def _lengths(shorthand: Shorthand) -> Iterator[tuple[tuple[str, str], float]]:

@@ -42,6 +42,9 @@ def test_epochs_are_rounded_to_steps(load: Load) -> None:
     assert config.training.steps == 47
     assert config.schedule.warmup_steps == 8
     assert (config.checkpoint.every, config.checkpoint.keep_every) == (16, 32)
+    # In binary arithmetic 1.1 × 50000 is a little above 55000.
+    words = "training.epochs=1.1", "training.batch_size=100", "data.num_images=50000"
+    assert load(*words).config.training.steps == 550
 
 
 def test_resolved_config_has_no_shorthand(load: Load, tmp_path: Path) -> None:
