@@ -3,9 +3,10 @@
 An ensemble averages class probabilities; networks with different pre-training make different
 errors. Nearest neighbours are found among the features of each layer. For the sources of these
 evaluations, see docs/evaluation.md. They do not specify the neighbours' vote; here features are
-centered and compared by cosine similarity, each of the k nearest neighbours has one vote, and ties
-go to the class of the nearest. A small classifier scores class-conditional samples; it is fitted
-only on labelled images, independently of the generative models.
+centered and compared by cosine similarity, each of the k nearest neighbours has one vote, and of
+classes with equally many the one with the nearest wins. A small classifier scores
+class-conditional samples; it is fitted only on labelled images, independently of the generative
+models.
 
 Legend: m networks, b images (N of a set), c classes, t training images, v validation images,
 h hidden size, H and W pixels.
@@ -152,9 +153,10 @@ def neighbor_accuracy(
     known, asked = F.normalize(train - center, dim=1), F.normalize(held_out - center, dim=1)
     nearest = (asked @ known.t()).topk(min(k, len(known)), dim=1).indices
     classes = torch.from_numpy(train_labels)[nearest]
-    votes = F.one_hot(classes, int(train_labels.max()) + 1).sum(1).double()
-    # Half an extra vote for the nearest neighbour only breaks ties.
-    votes.scatter_add_(1, classes[:, :1], torch.full((len(votes), 1), 0.5, dtype=torch.float64))
+    # Half an extra vote for the nearest, a quarter for the next ...: they only break ties.
+    weights = 1 + 0.5 ** torch.arange(1, nearest.shape[1] + 1, dtype=torch.float64)
+    votes = torch.zeros(len(classes), int(train_labels.max()) + 1, dtype=torch.float64)
+    votes.scatter_add_(1, classes, weights.expand_as(classes))
     return float((votes.argmax(1) == torch.from_numpy(labels)).double().mean())
 
 

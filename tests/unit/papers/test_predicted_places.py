@@ -1,6 +1,7 @@
 """Figures and metrics of predicted positions against plain loops."""
 
 import argparse
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,3 +183,17 @@ def test_neighbor_accuracy_matches_scikit_learn():
     expected = (reference.predict(held_out - center) == labels[120:])[clear].mean()
     assert ours == pytest.approx(expected)
     assert len(clear) > 30
+
+
+def test_ties_of_neighbors_go_to_the_class_of_the_nearest():
+    """Two votes each for classes 1 and 0; the nearest of all has class 2."""
+    cosines, classes = (0.9, 0.8, 0.7, 0.6, 0.5), [2, 1, 0, 0, 1]
+    near = torch.zeros(5, 6)
+    near[:, 0] = torch.tensor(cosines)
+    for place, cosine in enumerate(cosines):
+        near[place, place + 1] = math.sqrt(1 - cosine**2)
+    # Their mirror images centre the features.
+    train, labels = torch.cat([near, -near]), np.array([*classes, *[3] * 5])
+    asked = torch.eye(6)[:1]
+    found = [neighbor_accuracy(train, labels, asked, np.array([n]), k=5) for n in range(3)]
+    assert found == [0.0, 1.0, 0.0]
