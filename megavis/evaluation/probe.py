@@ -46,6 +46,8 @@ from megavis.tokenizers.palette import Palette
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]
 """Features of the training and of the validation images."""
+_HELD_OUT_SHARE = 0.2
+"""Fraction of the training images to select layer and penalty on, without a `selection` set."""
 _MOST_FOLDS = 5
 """Largest number of folds of a cross-validation; at most the number of images per class."""
 
@@ -132,7 +134,7 @@ class ProbeData:
     def divide(self, labels: np.ndarray, settings: ProbeSettings) -> HeldOutSplit:
         """Split images with labels int64 `[b]` to select layer and penalty. Raises UserError."""
         if self.selection is None:
-            return divide(labels, share=settings.held_out_share, seed=settings.seed)
+            return divide(labels, share=_HELD_OUT_SHARE, seed=settings.seed)
         first = len(labels) - int((self.selection.labels >= 0).sum())
         fitted, held_out = np.split(np.arange(len(labels)), [first])
         # Classes that are not fitted count as wrong: few images of many classes lack some.
@@ -156,8 +158,6 @@ class ProbeSettings:
 
     Attributes:
         seed: seed of the split of the training images, and of subsets.
-        held_out_share: fraction of the training images to select layer and penalty on, without a
-            `selection` set.
         concatenate: number of adjacent layers to score together, around the best one; 0 for none.
         images_per_class: subset sizes to score with few labels.
 
@@ -167,7 +167,6 @@ class ProbeSettings:
 
     layers: Sequence[int] | None = None
     seed: int = 0
-    held_out_share: float = 0.2
     concatenate: int = 0
     images_per_class: Sequence[int] = ()
     draws: int = 5

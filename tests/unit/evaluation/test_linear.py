@@ -69,6 +69,10 @@ def test_held_out_split_is_stratified_and_disjoint():
     again, other = divide(labels, share=0.2, seed=1), divide(labels, share=0.2, seed=2)
     assert again.held_out.tolist() == selection.held_out.tolist()
     assert other.held_out.tolist() != selection.held_out.tolist()
+    # As few held-out images as classes are still one of each.
+    pairs = np.repeat([0, 1], 5)
+    for seed in range(5):
+        assert sorted(pairs[divide(pairs, share=0.2, seed=seed).held_out]) == [0, 1]
 
 
 @pytest.mark.parametrize("num_images", [5000, 2000])
