@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import imagehash
 import numpy as np
@@ -311,6 +312,30 @@ def test_measurement():
     stripes[:, ::4] = stripes[:, 1::4] = 255
     assert features(stripes)[64 : 64 + 8].argmax() == 0
     assert features(stripes.transpose(1, 0, 2))[64 : 64 + 8].argmax() == 4
+
+
+def test_features_match_plain_loops():
+    random = np.random.default_rng(0)
+    image = random.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    # Steep, so that each row of a cell counts, and above the highest level.
+    image[0], image[1] = 255 * (np.arange(64) // 2 % 2)[:, None], 0
+    grey = image.astype(float).mean(-1)
+    colors, levels, cells = np.zeros((4, 4, 4)), np.zeros(8), np.zeros((5, 8))
+    for row, column in np.ndindex(64, 64):
+        colors[tuple(image[row, column] // 64)] += 1
+        low, high = max(row - 1, 0), min(row + 1, 63)
+        down = (grey[high, column] - grey[low, column]) / (high - low)
+        low, high = max(column - 1, 0), min(column + 1, 63)
+        right = (grey[row, high] - grey[row, low]) / (high - low)
+        length = math.hypot(down, right)
+        levels[min(int(math.log2(1 + length)), 7)] += 1
+        place = int(math.atan2(down, right) % math.pi / math.pi * 8) % 8
+        for cell in (2 * (row // 32) + column // 32, 4):
+            cells[cell, place] += length
+    parts = [colors.ravel(), *cells, levels]
+    expected = np.concatenate([np.sqrt(part / part.sum()) for part in parts])
+    # Gradients between two directions may be counted to either.
+    np.testing.assert_allclose(features(image), expected, atol=3e-3)
 
 
 def test_evaluation_set_in_any_layout(tmp_path):
