@@ -71,7 +71,7 @@ def test_duplicates_match_the_greedy_rule(num_fixed):
     assert (found >= 0).tolist() == [of >= 0 for of in expected]
     for j in np.flatnonzero(found >= 0):
         assert found[found[j]] == -1
-        assert bits_apart(hashes[j], hashes[found[j]]) <= 8
+        assert bits_apart(hashes[j], hashes[found[j]]) <= 4
         assert (found[j] < num_fixed) == (expected[j] < num_fixed)
 
 
