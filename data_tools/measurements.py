@@ -275,7 +275,7 @@ def find_duplicates(hashes: np.ndarray, *, distance: int, num_fixed: int = 0) ->
         for i, j in pairs[start : start + _PAIRS_AT_ONCE].tolist():
             if j >= num_fixed and duplicate_of[j] < 0 and duplicate_of[i] < 0:
                 duplicate_of[j] = i
-    copies = np.flatnonzero((first_of != np.arange(len(hashes))) & (duplicate_of < 0))
+    copies = np.flatnonzero(first_of != np.arange(len(hashes)))
     copies = copies[copies >= num_fixed]
     kept = duplicate_of[first_of[copies]] < 0
     duplicate_of[copies] = np.where(kept, first_of[copies], duplicate_of[first_of[copies]])

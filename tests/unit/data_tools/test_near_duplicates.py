@@ -79,3 +79,9 @@ def test_empty_and_equal_hashes():
     assert find_duplicates(np.zeros(0, np.uint64), distance=4).tolist() == []
     crowd = np.zeros(50_000, np.uint64)
     assert find_duplicates(crowd, distance=4).tolist() == [-1] + [0] * 49_999
+
+
+def test_what_is_only_close_to_a_dropped_one_is_kept():
+    """Four bits from one hash to the next; the last is a copy of the dropped one."""
+    chain = np.array([0x0, 0xF, 0xFF, 0xF], np.uint64)
+    assert find_duplicates(chain, distance=4).tolist() == [-1, 0, -1, 0]
