@@ -85,3 +85,6 @@ def test_what_is_only_close_to_a_dropped_one_is_kept():
     """Four bits from one hash to the next; the last is a copy of the dropped one."""
     chain = np.array([0x0, 0xF, 0xFF, 0xF], np.uint64)
     assert find_duplicates(chain, distance=4).tolist() == [-1, 0, -1, 0]
+    copies = np.full(3, 0xF, np.uint64)
+    assert find_duplicates(copies, distance=4, num_fixed=1).tolist() == [-1, 0, 0]
+    assert find_duplicates(copies, distance=4, num_fixed=2).tolist() == [-1, -1, 0]
