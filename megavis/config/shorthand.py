@@ -146,7 +146,7 @@ def write_out_epochs(
     images = shorthand.data.num_images if counted is None else counted
     if lengths and images is None:
         key = ".".join(next(iter(lengths)))
-        yield key, f"{_unknown_number(folder)}: set data.num_images"
+        yield key, f"the number of images per epoch is unknown, since {_why_unknown(folder)}"
         return
     data = tree.get("data")
     if lengths and isinstance(data, dict) and data.get("images_per_class") is not None:
@@ -173,10 +173,13 @@ def _lengths(shorthand: Shorthand) -> Iterator[tuple[tuple[str, str], float]]:
                 yield (name, key), value
 
 
-def _unknown_number(folder: object) -> str:
+def _why_unknown(folder: object) -> str:
+    if folder is None:
+        return "data.train is missing"
+    reason = "several folders are mixed"
     if isinstance(folder, str):
-        return f"the number of images per epoch is unknown, since {folder} holds no shards yet"
-    return "the number of images per epoch is unknown, since several folders are mixed"
+        reason = f"{folder} holds no shards yet"
+    return f"{reason}: set data.num_images"
 
 
 def _batch_size(tree: Mapping[str, Any]) -> int:

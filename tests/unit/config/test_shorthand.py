@@ -115,6 +115,8 @@ def test_epoch_length_comes_from_the_shards(load: Load) -> None:
         ("model.preset=[1]", r"model.preset: .*not \[1\]"),
         ("training.epochs=ten", r"training.epochs: .*not 'ten'"),
         ("training.epochs=0", r"training.epochs: .*greater than 0, not 0"),
+        ("data=3", r"training.epochs: .*is unknown, since data.train is missing"),
+        ("data.train=null", r"training.epochs: .*is unknown, since data.train is missing"),
         ("training.epoch=3", r"training.epoch: unknown key; did you mean 'epochs'"),
         (
             "data.train=[{path: a, weight: 1}]",
