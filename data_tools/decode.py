@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from megavis.data.codecs.jpeg import (
     DamagedImageError,
@@ -130,9 +130,23 @@ def _loaded(image: Image.Image) -> Image.Image:
         return image
     orientation = image.getexif().get(ExifTags.Base.Orientation)
     image.load()
+    greys = _in_16_bits(image) if image.mode.startswith("I;16") else image
     if orientation in _TURNED_BACK and ExifTags.Base.Orientation not in image.getexif():
-        return image.transpose(_TURNED_BACK[orientation])
-    return image
+        return greys.transpose(_TURNED_BACK[orientation])
+    return greys
+
+
+def _in_16_bits(image: Image.Image) -> Image.Image:
+    """Return greys of a TIFF from black to white, which Pillow does only for up to 8 bits."""
+    assert isinstance(image, TiffImagePlugin.TiffImageFile)
+    is_white_zero = image.tag_v2.get(ExifTags.Base.PhotometricInterpretation) == 0
+    is_short = image.tag_v2.get(ExifTags.Base.BitsPerSample) == (12,)
+    if not is_white_zero and not is_short:
+        return image
+    values = np.asarray(image)
+    if is_short:
+        values = values << 4 | values >> 8
+    return Image.fromarray(~values if is_white_zero else values)
 
 
 def _scale_key(image: Image.Image, *, bits: int) -> None:
@@ -178,8 +192,6 @@ def _on_white(layers: Image.Image) -> np.ndarray:
 def _sixteen_bit_to_rgb(image: Image.Image) -> np.ndarray:
     # Pillow's conversion of these modes clips at 255 and would give a white image.
     values, key = np.asarray(image), image.info.get("transparency")
-    if np.min(values) < 0 or np.max(values) > 65535:
-        raise RefusedImageError("unsupported pixel format")
     pixels = np.empty((*values.shape, 3), np.uint8)
     for rows in _strips(len(values)):
         pixels[rows] = ((values[rows].astype(np.uint32) + 128) // 257)[:, :, None]

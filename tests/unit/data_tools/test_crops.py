@@ -51,7 +51,12 @@ def test_random_crops_match_pillow(picture, library):
 @pytest.mark.parametrize("kind", ["center", "evaluation", "random"])
 def test_extreme_aspect_ratios_are_refused(kind):
     with pytest.raises(RefusedImageError, match="aspect ratio above 64"):
-        Crop(kind).squares(np.zeros((650, 10, 3), np.uint8), sizes=(8,), name="a")
+        Crop(kind).squares(np.zeros((641, 10, 3), np.uint8), sizes=(8,), name="a")
+
+
+def test_the_largest_aspect_ratio_is_accepted():
+    [[square]] = Crop("center").squares(np.zeros((640, 10, 3), np.uint8), sizes=(8,), name="a")
+    assert square.shape == (8, 8, 3)
 
 
 def test_small_images_are_upscaled():

@@ -125,13 +125,43 @@ def test_a_bitmap_without_any_opaque_pixel_has_no_alpha():
 
 
 def test_16_bit_images_are_scaled():
-    values = np.linspace(0, 65535, 64).round().astype(np.uint16).reshape(8, 8)
+    values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     for kind in ("PNG", "TIFF"):
         pixels = decode_image(encoded(Image.fromarray(values), kind))
         assert (pixels[..., 1] == np.rint(values / 257)).all()
+    values = values[::31, ::31]
     color = np.stack([values, values[::-1], values.T], axis=-1)
     pixels = decode_image(sixteen_bit_rgb_png(color))
     assert np.abs(pixels - color / 257).max() <= 1
+
+
+def grey_tiff(width, bits, photometric, row):
+    """Return a TIFF of one row without compression; `photometric`: 1 if zero is black, 0 if white.
+
+    Each tag has a number, a type (3: uint16), a count and a value.
+    """
+    values = {256: width, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 1}
+    values[279] = len(row)
+    tags = b"".join(struct.pack("<HHIHH", tag, 3, 1, values[tag], 0) for tag in values)
+    row += bytes(len(row) % 2)
+    head = struct.pack("<4sI", b"II*\0", 8 + len(row)) + row
+    return head + struct.pack("<H", len(values)) + tags + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "photometric", "row", "greys"),
+    [
+        (8, 0, bytes([0, 1, 255]), [255, 254, 0]),
+        (16, 1, struct.pack("<3H", 0, 1000, 65535), [0, 4, 255]),
+        (16, 0, struct.pack("<3H", 0, 1000, 65535), [255, 251, 0]),
+        # Two numbers in three bytes, the high bits first: 0, 2048, 4095 and padding.
+        (12, 1, bytes([0x00, 0x08, 0x00, 0xFF, 0xF0]), [0, 128, 255]),
+    ],
+)
+def test_greys_of_a_tiff(bits, photometric, row, greys):
+    """Pillow inverts only greys of up to 8 bits, and leaves 12 bits as they are."""
+    pixels = decode_image(grey_tiff(len(greys), bits, photometric, row))
+    assert pixels.tolist() == [[[grey] * 3 for grey in greys]]
 
 
 def test_strips_of_an_image_are_converted_alike(monkeypatch):
