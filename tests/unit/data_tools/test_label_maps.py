@@ -10,8 +10,10 @@ from scene_shards import write_scene_shards, write_scenes
 from scipy.io import savemat
 
 from data_tools.__main__ import main
+from data_tools.image_shards import encode_png
+from data_tools.label_maps import read_panoptic
 from data_tools.scenes import draw_scene
-from megavis.data.codecs.jpeg import decode_png, split
+from megavis.data.codecs.jpeg import decode_png, join, split
 from megavis.data.codecs.label_maps import to_numbers, to_pixels
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
@@ -96,6 +98,14 @@ def test_panoptic_maps_keep_class_and_segment(tmp_path):
         for number, each in enumerate(annotation["segments_info"], start=1):
             expected[ids == each["id"]] = places[each["category_id"]] + 256 * number
         assert (stored[name] == expected).all()
+
+
+def test_pixels_of_no_segment_are_void():
+    ids = np.array([[0, 7, 7], [0, 0, 300_000]])
+    segments = [(300_000, 2, 1), (7, 1, 0)]  # id, class and crowd
+    content = join(json.dumps(segments).encode(), encode_png(to_pixels(ids)))
+    expected = [[0, 1 + 2 * 256, 1 + 2 * 256], [0, 0, 2 + 256 + 65536]]
+    assert read_panoptic(content).tolist() == expected
 
 
 def test_depth_maps_are_stored_in_tenths_of_a_millimetre(tmp_path):
