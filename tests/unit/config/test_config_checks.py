@@ -139,6 +139,39 @@ from megavis.config.errors import UserError
             ["schedule.warmup_steps=11"],
             "command line: schedule.warmup_steps: 11 is more than training.steps = 10",
         ),
+        (
+            ["schedule.warmup_rate=1e-4"],
+            "command line: schedule.warmup_rate: applies to schedule.warmup_steps, which is 0",
+        ),
+        (
+            ["schedule.min_rate=2e-3"],
+            "command line: schedule.min_rate: is above optimizer.learning_rate, where the decay"
+            " starts",
+        ),
+        (
+            ["evaluation={what: [loss]}"],
+            "config.yaml:8: data.validation: is missing; `evaluation` needs it",
+        ),
+        (
+            [
+                "data.validation=held",
+                "evaluation={what: [frechet], inception: i.pth, network: efficientnet-lite0}",
+                "evaluation.reference=r.npz",
+            ],
+            "command line: evaluation.what: has `frechet`, which needs one network:"
+            " evaluation.inception or evaluation.network",
+        ),
+        (
+            [
+                "training.max_rollbacks=1",
+                "training.max_bad_steps=5",
+                "training.rollback_margin=16",
+                "checkpoint={every: 10, keep_last: 3}",
+            ],
+            "command line: training.max_rollbacks: rolls back by 21 steps (rollback_margin +"
+            " max_bad_steps) or more; keep checkpoints for as long: (checkpoint.keep_last - 1) ×"
+            " checkpoint.every is 20",
+        ),
     ],
 )
 def test_incompatible_keys_give_one_message(complain, small, words, message):
@@ -167,6 +200,17 @@ def test_incompatible_keys_give_one_message(complain, small, words, message):
             "parallel.offload_optimizer=nvme",
             "parallel.offload_parameters=nvme",
             "parallel.nvme_path=/local",
+        ],
+        ["schedule.warmup_steps=10", "schedule.warmup_rate=1e-4", "schedule.min_rate=1e-3"],
+        [
+            "data.validation=held",
+            "evaluation={what: [frechet], reference: r.npz, network: efficientnet-lite0}",
+        ],
+        [
+            "training.max_rollbacks=1",
+            "training.max_bad_steps=5",
+            "training.rollback_margin=15",
+            "checkpoint={every: 10, keep_last: 3}",
         ],
     ],
 )
