@@ -311,3 +311,47 @@ def test_paper_config_adds_its_own_checks(tmp_path, small, monkeypatch):
     with pytest.raises(UserError, match=r"paper\.yaml:4: objective\.colours: are not divisible"):
         load_config(path, [word])
     load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("legal", "wrong", "message"),
+    [
+        ("crop: scaled, crop_size: 256", "crop_size: 257", "crop_size: 257 is too large for"),
+        ("short_side: 8", "short_side: 7", "short_side: 7 is too small for data.image_size = 8"),
+        ("cache: c, cache_gib: 1", "cache: null", "cache_gib: is the size of data.cache"),
+        ("images_per_class: 2", "train: [{path: a, weight: 1}]", "images_per_class: draws images"),
+        ("train: [{path: a, weight: 1, crop: none}]", "crop: window", "train.0.crop: all folders"),
+        ("scale: [0.5, 0.5]", "scale: [0.5, 0.4]", "scale: [0.5, 0.4] must begin with the smaller"),
+        ("short_sides: [8, 8]", "short_sides: [9, 8]", "short_sides: [9, 8] must begin with the"),
+    ],
+)
+def test_keys_of_data(read, complain, small, legal, wrong, message):
+    """The first keys are the border of what is accepted."""
+    data = "data={train: shards/train, image_size: 8, %s}"
+    read(small, data % legal)
+    assert f"command line: data.{message}" in complain(
+        small, data % legal, f"data.{wrong.replace(': ', '=', 1)}"
+    )
+
+
+def test_the_longest_shift_of_recordings_is_below_their_length(read, complain, small):
+    words = ["objective={name: mp3, patch_size: 4}", "data={train: a, frames: [100, 40]}"]
+    words = [*words, "model.positions=null"]
+    read(small, *words, "data.time_shift=0.99")
+    message = "data.time_shift: must be shorter than 100 frames of 10 ms"
+    assert message in complain(small, *words, "data.time_shift=1")
+
+
+@pytest.mark.parametrize(
+    ("positions", "head", "width", "message"),
+    [
+        ("rope_1d", 2, 6, "needs a head width divisible by 2, not 3"),
+        ("rope_2d", 4, 4, "needs a head width divisible by 4, not 2"),
+        ("sincos", 4, 6, "needs a hidden_size divisible by 4, not 6"),
+    ],
+)
+def test_widths_that_positions_need(read, complain, small, positions, head, width, message):
+    """`head` is the width of a head that they accept, of two."""
+    words = [f"model.positions={positions}", "model.num_attention_heads=2"]
+    read(small, *words, f"model.hidden_size={2 * head}")
+    assert f"{positions} {message}" in complain(small, *words, f"model.hidden_size={width}")
