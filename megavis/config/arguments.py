@@ -271,7 +271,13 @@ class SweepAxis:
             raise ValueError(f"'{text}' is not KEY=V,V,... or KEY=LOW..HIGH:COUNT")
         if ".." not in values:
             return cls(key, tuple(values.split(",")))
-        return cls(key, tuple(f"{value:.4g}" for value in _log_grid(values)))
+        return cls(key, tuple(map(_four_digits, _log_grid(values))))
+
+
+def _four_digits(value: float) -> str:
+    """Write a number with four digits, and a large one as a whole number."""
+    text = f"{value:.4g}"
+    return f"{float(text):.0f}" if "e+" in text else text
 
 
 def _log_grid(text: str) -> list[float]:

@@ -41,6 +41,8 @@ def config(image_shards, tmp_path):
 
 def test_axis_parsing():
     assert SweepAxis.parse("optimizer.learning_rate=1e-3,1e-4").values == ("1e-3", "1e-4")
+    # Neither whole numbers nor names of runs have an exponent such as 1e+04.
+    assert SweepAxis.parse("training.steps=5000..20000:3").values == ("5000", "10000", "20000")
     axis = SweepAxis.parse("objective.noise_a=0.1..10:5")
     assert (axis.short, axis.values) == ("noise_a", ("0.1", "0.3162", "1", "3.162", "10"))
 
