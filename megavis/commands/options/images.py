@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -390,8 +391,8 @@ def _add_key(parser: argparse.ArgumentParser, name: str, **settings: Any) -> Non
 
 
 def _check_watch(args: argparse.Namespace) -> None:
-    if args.interval <= 0:
-        raise UserError(f"--interval {args.interval:g}: must be more than 0 seconds")
+    if not 0 < args.interval < math.inf:  # not a number is not either
+        raise UserError(f"--interval {args.interval:g}: must be a number of seconds above 0")
     if DISTANCE not in args.what and not args.until_input_ends:
         options = ("--reference", "--num-samples", "--inception", "--network")
         refuse_options(args, options, f"to --what without {DISTANCE}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from megavis.config.arguments import add_perceptual_arguments, positive
+from megavis.config.arguments import add_perceptual_arguments, non_negative_number, positive
 from megavis.config.papers import FigureSpec
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--share", type=float, default=0.25, help="share of the patches given")
+    parser.add_argument(
+        "--share", type=non_negative_number, default=0.25, help="share of the patches given"
+    )
     parser.add_argument(
         "--groups", type=_group_counts, default=(1, 4, 12), metavar="N,N", help="numbers of groups"
     )

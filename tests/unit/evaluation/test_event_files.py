@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megavis.cli import main
 from megavis.commands import evaluate_watch
 from megavis.evaluation.figures import show_in_tensorboard
 from megavis.evaluation.results import WatchedCheckpoint
@@ -67,3 +68,10 @@ def test_disk_error_is_raised(tmp_path):
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(OSError, match="tensorboard"):
         show_in_tensorboard(tmp_path, "depth", Figure(figsize=(1, 1)), step=3)
+
+
+@pytest.mark.parametrize("interval", ["0", "nan", "inf"])
+def test_the_interval_of_a_watch_is_a_number_of_seconds(interval, tmp_path, capsys):
+    assert main(["evaluate", "watch", str(tmp_path), "--interval", interval]) == 2
+    assert "--interval" in (error := capsys.readouterr().err)
+    assert "must be a number of seconds above 0" in error

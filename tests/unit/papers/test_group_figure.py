@@ -5,6 +5,7 @@ import torch
 from compositions import GROUPS, LATENTS, MIXTURE, QUERY
 from small_batches import photographs
 
+from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.papers.gvp.group_figure import fill
 from megavis.parallel.random import derive_seed
@@ -141,3 +142,9 @@ def test_ids_are_sampled_group_by_group(sampler):
         best = logits.argmax(-1)[:, stop - 2 : stop]
         expected = expected.scatter(1, order[:, stop - 2 : stop], best)
     assert torch.equal(greedy.sample(2, originals=ids, num_given=NUM_GIVEN), expected)
+
+
+@pytest.mark.parametrize("share", ["nan", "-0.1"])
+def test_share_must_be_a_number(share, tmp_path, capsys):
+    assert main(["figure", "groups", str(tmp_path), f"--share={share}"]) == 2
+    assert f"--share: '{share}' is not a number of 0 or more" in capsys.readouterr().err
