@@ -188,11 +188,14 @@ def attention_figure(subject: FigureInput, options: argparse.Namespace) -> Rende
 
 
 def attention_rows(maps: AttentionMaps) -> list[Row]:
-    """Return one row per head: entropy and mean attention distance in cells."""
-    middle = (maps.maps.shape[-1] - 1) / 2
-    steps = torch.arange(maps.maps.shape[-1]) - middle
+    """Return one row per head: entropy, and distance in cells, the mean over queries."""
+    side = (maps.maps.shape[-1] + 1) // 2
+    steps = torch.arange(1 - side, side)
     distances = (steps[:, None].square() + steps[None].square()).sqrt()
-    shares = maps.maps / maps.maps.sum(dim=(-2, -1), keepdim=True)
+    # A map has means over the pairs of cells of each offset: the farther, the fewer.
+    pairs = side - steps.abs()
+    sums = maps.maps * pairs[:, None] * pairs
+    shares = sums / sums.sum(dim=(-2, -1), keepdim=True)
     far = (shares * distances).sum(dim=(-2, -1))
     return [
         {

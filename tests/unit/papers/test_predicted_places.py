@@ -1,6 +1,7 @@
 """Figures and metrics of predicted positions against plain loops."""
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,12 @@ import torch
 from megavis.config.errors import UserError
 from megavis.evaluation.classes import neighbor_accuracy
 from megavis.evaluation.figures import FigureInput
-from megavis.evaluation.token_relations import correlation, relative_map
+from megavis.evaluation.token_relations import (
+    AttentionMaps,
+    attention_rows,
+    correlation,
+    relative_map,
+)
 from megavis.papers.mp3 import place_figures
 
 
@@ -148,6 +154,20 @@ def test_relative_map_averages_over_offsets():
             ]
             expected = sum(pairs) / len(pairs)
             torch.testing.assert_close(maps[:, row + 2, column + 2], expected)
+
+
+def test_mean_distance_of_attention_matches_plain_loops():
+    """The mean over queries; far offsets have fewer pairs of cells than near ones."""
+    torch.manual_seed(0)
+    weights = (2.0 * torch.randn(2, 3, 9, 9)).softmax(-1)
+    rows = attention_rows(AttentionMaps(relative_map(weights), torch.zeros(2, 3)))
+    assert [(row["layer"], row["head"]) for row in rows] == [*itertools.product((1, 2), range(3))]
+    for row in rows:
+        own = weights[row["layer"] - 1, row["head"]].tolist()
+        distances = [
+            own[q][k] * math.dist(divmod(q, 3), divmod(k, 3)) for q in range(9) for k in range(9)
+        ]
+        assert row["mean_distance"] == pytest.approx(sum(distances) / 9, rel=1e-5)
 
 
 def test_correlation_matches_numpy():
