@@ -15,8 +15,10 @@ from megavis.evaluation.classes import neighbor_accuracy
 from megavis.evaluation.figures import FigureInput
 from megavis.evaluation.token_relations import (
     AttentionMaps,
+    Correlations,
     attention_rows,
     correlation,
+    correlation_rows,
     relative_map,
 )
 from megavis.papers.mp3 import place_figures
@@ -179,6 +181,23 @@ def test_correlation_matches_numpy():
             for j in range(4):
                 expected[i, j] += np.corrcoef(first[b, i], second[b, j])[0, 1] / 3
     np.testing.assert_allclose(correlation(first, second).numpy(), expected, atol=1e-6)
+
+
+def test_correlations_are_averaged_by_rounded_distance():
+    torch.manual_seed(0)
+    found = Correlations(*torch.rand(2, 16, 16))
+    expected = {}
+    for one, other in itertools.product(range(16), repeat=2):
+        distance = round(math.dist(divmod(one, 4), divmod(other, 4)))
+        pair = (float(found.within[one, other]), float(found.between[one, other]))
+        expected.setdefault(distance, []).append(pair)
+    rows = correlation_rows(found)
+    assert [row["distance"] for row in rows] == sorted(expected) == [0, 1, 2, 3, 4]
+    for row in rows:
+        means = np.mean(expected[row["distance"]], axis=0)
+        assert (row["within"], row["between"]) == pytest.approx(tuple(means))
+    far = [pair for distance in (1, 2, 3, 4) for pair in expected[distance]]
+    assert found.means() == pytest.approx(tuple(np.mean(far, axis=0)))
 
 
 def test_neighbor_accuracy_matches_scikit_learn():
