@@ -75,15 +75,17 @@ def test_summary_of_reconstructions_and_classes(folder, capsys):
 
 
 def test_completions_without_any_error(folder, capsys):
-    """A blank lower half repeats the row above it exactly."""
+    """A blank lower half repeats the row above it exactly; the mean is of the squared errors."""
     rows = "image,psnr_completed,psnr_mean_of_completions,psnr_last_row_repeated\n"
     (folder / "evaluation").mkdir()
-    (folder / "evaluation" / "completions.csv").write_text(f"{rows}0,20.0,23.0,inf\n")
+    (folder / "evaluation" / "completions.csv").write_text(
+        f"{rows}0,20.0,23.0,inf\n1,10.0,23.0,inf\n"
+    )
     assert main(["report", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "lower halves" in printed
     assert [line.split()[-3:] for line in printed.splitlines() if " dB" in line] == [
-        ["completion", "20.00", "dB"],
+        ["completion", "12.60", "dB"],
         ["several", "23.00", "dB"],
         ["repeated", "inf", "dB"],
     ]
