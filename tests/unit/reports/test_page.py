@@ -9,10 +9,12 @@ import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megavis.cli import main
+from megavis.reports import run_record
 from megavis.reports.page import render
 from megavis.reports.run_record import RunRecord
 
@@ -199,3 +201,18 @@ def test_probe_on_other_images_names_them(run_folder, tmp_path):
     assert "100 validation images of other/test" in page
     assert "100 of other/test" in page
     assert "100 of demo/validation" not in page
+
+
+def test_parameters_are_weights_of_the_checkpoint(run_folder, monkeypatch):
+    """Its moments have the same shapes."""
+    shapes = {"weight/a": (3, 4), "weight/b": (5,), "moment/a": (3, 4), "average/a": (3, 4)}
+    tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    manifest = SimpleNamespace(tensors=tensors)
+    monkeypatch.setattr(run_record, "latest_checkpoint", lambda folder: folder)
+    monkeypatch.setattr(run_record, "read_manifest", lambda folder: manifest)
+    assert RunRecord.read(run_folder).num_parameters == 12 + 5
+
+
+def test_time_in_steps_leaves_out_the_rest(run_folder):
+    """The logged steps saw 320 images, at 16 a second."""
+    assert RunRecord.read(run_folder).seconds_in_steps == 320 / 16
