@@ -41,29 +41,45 @@ def erased(before, after):
     return (np.asarray(before) != np.asarray(after)).any(axis=-1)
 
 
-def test_erased_rectangle_matches_timm(monkeypatch):
+@pytest.mark.parametrize(("height", "width"), [(224, 160), (40, 120)])
+def test_erased_rectangle_matches_timm(monkeypatch, height, width):
+    """In the flat image several attempts fail, some by a rectangle as high as the image."""
     timm = timm_module("data", "random_erasing")
     theirs = timm.RandomErasing(probability=0.25, mode="pixel", device="cpu")
-    ours, found = RandomErasing(0.25), 0
+    ours, found, area_of_all = RandomErasing(0.25), 0, height * width
+    image = np.full((height, width, 3), 7, np.uint8)
     for _ in range(300):
-        draws = RANDOM.random(NUM_ERASING_DRAWS)
+        # The probability, the seed of the noise and four numbers for each of ten attempts.
+        draws = RANDOM.random(42)
         # timm draws top and left only of a rectangle that fits.
         replay = [draws[0]]
         for area, ratio, top, left in draws[2:].reshape(-1, 4):
             replay += [area, ratio]
-            target = 224 * 160 * (0.02 + area * (1 / 3 - 0.02))
+            target = area_of_all * (0.02 + area * (1 / 3 - 0.02))
             shape = 0.3 * (1 / 0.09) ** ratio
-            if round((target * shape) ** 0.5) < 224 and round((target / shape) ** 0.5) < 160:
+            sides = round((target * shape) ** 0.5), round((target / shape) ** 0.5)
+            if sides[0] < height and sides[1] < width:
                 replay += [top, left]
         monkeypatch.setattr(timm, "random", Replay(replay))
-        picture = torch.zeros(3, 224, 160)
+        picture = torch.zeros(3, height, width)
         expected = (theirs(picture) != 0).any(0).numpy()
-        mask = erased(IMAGE, ours(IMAGE, draws))
+        mask = erased(image, ours(image, draws))
         # Noise may equal the image in all three channels of a few pixels.
         assert not (mask & ~expected).any()
         assert mask.sum() == pytest.approx(expected.sum(), abs=3)
         found += expected.any()
     assert 40 < found < 110
+
+
+def test_erasing_gives_up_after_ten_attempts():
+    """Nine rectangles are higher than the image; the tenth fits, with 2 % of the area."""
+    draws = np.array([0.0, 0.5, *[0.99, 0.99, 0.5, 0.5] * 9, *[0.0, 0.5, 0.5, 0.5]])
+    image = np.full((20, 160, 3), 7, np.uint8)
+    assert len(draws) == NUM_ERASING_DRAWS
+    assert erased(image, RandomErasing(1.0)(image, draws)).sum() == round(0.02 * 20 * 160)
+    draws[-3] = 0.99
+    draws[-4] = 0.99
+    assert RandomErasing(1.0)(image, draws) is image
 
 
 def test_noise_has_imagenet_statistics():

@@ -77,14 +77,17 @@ def test_places_cover_the_image_evenly():
     assert (np.abs(counts - 2000 / 9) < 60).all()
 
 
-def color(pixel, **amounts):
-    """Distort one pixel; amounts in [0, 1) by name, the others are left out."""
+def color(pixel, last=0.9, **amounts):
+    """Distort one pixel; amounts in [0, 1) by name, the others are left out.
+
+    Contrast comes last if `last` is below 0.5.
+    """
     names = ("brightness", "contrast", "saturation", "hue")
     draws = [
         part for name in names for part in (0.9 - 0.9 * (name in amounts), amounts.get(name, 0))
     ]
     image = np.array([[pixel]], np.uint8)
-    return ColorDistortion()(image, np.array([*draws, 0.9]))[0, 0].tolist()
+    return ColorDistortion()(image, np.array([*draws, last]))[0, 0].tolist()
 
 
 def test_colors_change_as_said():
@@ -93,6 +96,13 @@ def test_colors_change_as_said():
     assert color((10, 100, 250), brightness=0.0) == [0, 68, 218]
     assert color((10, 100, 200), contrast=1.0) == [15, 150, 255]
     assert color((10, 100, 200), contrast=0.0) == [5, 50, 100]
+    # Brighter, then 1.5 times that.
+    amounts = {"brightness": 1.0, "contrast": 1.0}
+    assert color((10, 20, 88), **amounts) == color((10, 20, 88), 0.1, **amounts) == [63, 78, 180]
+    # Above 255 before the saturation is halved, or after it.
+    amounts = {"contrast": 1.0, "saturation": 0.0}
+    assert color((0, 0, 200), **amounts) == pytest.approx([127, 127, 255], abs=1)
+    assert color((0, 0, 200), 0.1, **amounts) == pytest.approx([150, 150, 255], abs=2)
 
 
 @pytest.mark.parametrize(("saturation", "hue"), [(1.0, 0.5), (0.0, 0.5), (0.5, 1.0), (0.5, 0.0)])

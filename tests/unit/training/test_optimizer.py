@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from megavis.checkpoint.state.parameter_states import AVERAGE
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.model.parameters import set_decay
 from megavis.training.optimizer import (
     GradientNorm,
+    WeightAverage,
     build_optimizer,
     learning_rate,
     parameter_groups,
@@ -133,16 +135,34 @@ def test_apex_skips_non_finite_gradients(context, monkeypatch):
     assert optimizer.param_groups[0]["step"] == 1
 
 
-def test_gradient_norm_is_measured_before_clipping(context):
+@pytest.mark.parametrize(("clip", "length"), [(1.0, 1.0), (26.0, 13.0), (0.0, 13.0)])
+def test_gradient_norm_is_measured_before_clipping(context, clip, length):
+    """Longer gradients are clipped, shorter ones stay as they are; 0 clips none."""
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
     optimizer = torch.optim.SGD(parameters, lr=1.0, fused=True)
-    norm = GradientNorm(optimizer, context.model.group, clip=1.0)
+    norm = GradientNorm(optimizer, context.model.group, clip=clip)
     parameters[0].grad = torch.tensor([3.0, 0.0, 4.0])
     parameters[1].grad = torch.tensor([[0.0, 12.0], [0.0, 0.0]])
     optimizer.step()
     assert float(norm.value) == 13.0
     moved = torch.cat([p.detach().flatten() for p in parameters])
-    assert float(moved.norm()) == pytest.approx(1.0, abs=1e-6)
+    assert float(moved.norm()) == pytest.approx(length, abs=1e-6)
+
+
+def test_average_of_weights_leaves_out_skipped_steps():
+    """It starts from the weights after the first step, and keeps 0.75 of itself in each other."""
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    WeightAverage(0.75, types.SimpleNamespace(optimizer=optimizer))
+    expected = None
+    for is_skipped in (False, False, True, False):
+        weight.grad = torch.ones(1)
+        optimizer.found_inf = torch.tensor(float(is_skipped))
+        optimizer.step()
+        if not is_skipped:
+            value = weight.item()
+            expected = value if expected is None else 0.75 * expected + 0.25 * value
+        assert optimizer.state[weight][AVERAGE].item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -154,6 +174,7 @@ def test_split_groups_reaches_the_given_count(count):
     ]
     parts = split_groups(groups, count)
     assert len(parts) == count
+    assert all(part["params"] for part in parts)
     decays = {id(p): part["weight_decay"] for part in parts for p in part["params"]}
     assert decays == {id(p): 0.0 if place else 0.1 for place, p in enumerate(parameters)}
     assert split_groups(parts, 1) == parts
