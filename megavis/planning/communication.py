@@ -111,12 +111,12 @@ def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[
 class BlockTraffic:
     """Tokens per image whose hidden states a block all-reduces, all-gathers and reduce-scatters.
 
-    In its tensor group, in both passes.
+    In its tensor group, in both passes: a number for each collective.
     """
 
-    reduced: float
-    gathered: float
-    scattered: float
+    reduced: tuple[float, ...] = ()
+    gathered: tuple[float, ...] = ()
+    scattered: tuple[float, ...] = ()
 
 
 def block_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
@@ -139,51 +139,49 @@ def _forward_passes(layout: Layout) -> int:
 
 def _crossed_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     """Count the collectives around cross-attention to a memory, which is replicated."""
-    work, forward = shape.work, _forward_passes(layout)
+    work = shape.work
     if not work.num_memory:
-        return BlockTraffic(0, 0, 0)
+        return BlockTraffic()
     tokens = work.num_tokens / shape.context_parts(layout)
-    # Backward pass: gradients of the inputs of queries, and of keys and values.
-    gradients, passed = tokens + work.num_memory, tokens * forward
+    # Outputs, and in the backward pass gradients of the inputs of queries.
+    own = (tokens,) * (_forward_passes(layout) + 1)
+    # Gradients of the inputs of keys and values.
+    memory = (float(work.num_memory),)
     if not shape.is_sequence_parallel(layout):
-        return BlockTraffic(passed + gradients, 0, 0)
-    return BlockTraffic(work.num_memory, passed + tokens, passed + tokens)
+        return BlockTraffic(reduced=own + memory)
+    return BlockTraffic(reduced=memory, gathered=own, scattered=own)
 
 
 def _own_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     """Count the collectives around self-attention and the MLP."""
-    forward, tokens = _forward_passes(layout), shape.work.num_tokens / shape.context_parts(layout)
+    forward = 2 * _forward_passes(layout)
+    tokens = (shape.work.num_tokens / shape.context_parts(layout),)
     if not shape.is_sequence_parallel(layout):
-        return BlockTraffic(2 * tokens * forward + 2 * tokens, 0, 0)
-    return BlockTraffic(
-        reduced=0,
-        # Tokens selected from the full sequence are kept, and not gathered again.
-        gathered=2 * tokens * forward + (3 if shape.multiplies_parts(layout) else 4) * tokens,
-        scattered=2 * tokens * forward + 2 * tokens,
-    )
+        return BlockTraffic(reduced=tokens * (forward + 2))
+    # Tokens selected from the full sequence are kept, and not gathered again.
+    backward = 3 if shape.multiplies_parts(layout) else 4
+    return BlockTraffic(gathered=tokens * (forward + backward), scattered=tokens * (forward + 2))
 
 
 def _tensor_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
     found: dict[str, Transfer] = {}
     for stack, blocks in shape.busiest_blocks(layout):
-        block, calls = block_traffic(stack, layout), blocks * layout.accumulation_steps
-        images = layout.micro_batch_size * layout.accumulation_steps
-        numbers = stack.number_size * stack.hidden_size * images * blocks
+        block, micro_batches = block_traffic(stack, layout), layout.accumulation_steps
+        numbers = stack.number_size * stack.hidden_size * layout.micro_batch_size * micro_batches
         for kind, tokens, factor in (
             ("tensor: all-reduce", block.reduced, _ALL_REDUCE),
             ("tensor: all-gather", block.gathered, _GATHER),
             ("tensor: reduce-scatter", block.scattered, _GATHER),
         ):
             if tokens:
-                sent = group.sent(numbers * tokens, factor)
-                each = stack.work.num_tokens / stack.context_parts(layout)
-                own = Transfer(kind, *sent, calls * tokens / each)
+                sent = group.sent(numbers * blocks * sum(tokens), factor)
+                own = Transfer(kind, *sent, blocks * micro_batches * len(tokens))
                 found[kind] = own + found[kind] if kind in found else own
     return list(found.values())
 
 
 def _context_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
-    """Count the all-to-alls of queries, keys and values, and outputs, and of their gradients."""
+    """Count the all-to-alls of a block: queries, keys and values in one, outputs in another."""
     images = layout.micro_batch_size * layout.accumulation_steps
     total = Transfer("context: all-to-all", 0.0, 0.0, 0.0)
     for stack, blocks in shape.busiest_blocks(layout):
@@ -192,7 +190,7 @@ def _context_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[
         passes = (1 + _forward_passes(layout)) * blocks
         held = 4 * stack.hidden_size * stack.work.num_tokens / stack.parts(layout)
         sent = group.exchanged(stack.number_size * held * images * passes)
-        total += Transfer(total.kind, *sent, 3.0 * passes * layout.accumulation_steps)
+        total += Transfer(total.kind, *sent, 2 * passes * layout.accumulation_steps)
     return [total]
 
 
