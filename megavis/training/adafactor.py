@@ -141,8 +141,7 @@ class Adafactor(torch.optim.Optimizer):
             device: device for sums over processes, from which states may be offloaded; None: the
                 device of the states.
         """
-        defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0, "learning_rate_scale": 1.0}
-        super().__init__(groups, defaults)
+        super().__init__(groups, {"lr": lr, "betas": betas})
         self.processes, self.tensor, self.device = processes, tensor, device
 
     @torch.no_grad()

@@ -221,7 +221,7 @@ class LARS(torch.optim.Optimizer):
             device: device for sums over processes, from which states may be offloaded; None: the
                 device of the states.
         """
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "step": 0})
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "step": 0})
         self.processes, self.device = processes, device
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from megavis.data.format.manifest import Manifest, ShardEntry
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.needs import data_needs, needs_lines
 from megavis.parallel.limits import allowed_open_files
+from megavis.planning.data_rates import DataRates, rate_lines
 
 pytestmark = pytest.mark.once
 GIB = 1 << 30
@@ -100,6 +102,21 @@ def test_a_hundred_million_samples():
     assert second == (
         "data.cache on each node: one window 7.55 GiB, two 13.6 GiB, all 478 GiB;"
         " data.cache_gib 20 GiB"
+    )
+
+
+def test_rates_of_a_node_by_hand():
+    """Sixteen ranks of two processes, eight processes a node, 4 · 2 samples a rank in 0.5 s."""
+    needs = data_needs(config(window_shards=64, cache_gib=20), [large()], 1_024)
+    layout = SimpleNamespace(micro_batch_size=4, accumulation_steps=2, data=16, name="tp2-pp1")
+    plan = SimpleNamespace(layout=layout, time=SimpleNamespace(total=0.5))
+    rates = DataRates.of(needs, plan, SimpleNamespace(devices_per_node=8))
+    # Each process reads its rank's 16 samples a second; a node fetches all shards of the 256.
+    assert rates == DataRates(read=8 * 16 * 5_120, opened=8 * 16 * 1e-4, fetched=256 * 5_120)
+    *_, line = rate_lines(needs, rates, "tp2-pp1")
+    assert line == (
+        "a node of tp2-pp1 reads 0.7 MB/s and opens 0.0128 files a second, and fetches 1.3 MB/s,"
+        " all shards once an epoch"
     )
 
 

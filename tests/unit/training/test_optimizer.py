@@ -11,7 +11,7 @@ from torch import nn
 from megavis.checkpoint.state.parameter_states import AVERAGE
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
-from megavis.model.parameters import set_decay
+from megavis.model.parameters import ParamGroupOptions, add_options, set_decay
 from megavis.training.optimizer import (
     GradientNorm,
     WeightAverage,
@@ -90,6 +90,18 @@ def test_parameter_groups_by_weight_decay():
     assert len(others["params"]) == 3
     config = OptimizerConfig(learning_rate=1e-3, weight_decay=0.0)
     assert len(parameter_groups(named.values(), config)) == 1
+
+
+def test_parameter_groups_by_declared_options():
+    """A discriminator may have its own rate and betas; a layer's rate multiplies with it."""
+    plain, own = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    add_options([own], ParamGroupOptions(0.5, betas=(0.5, 0.9)))
+    add_options([plain, own], ParamGroupOptions(0.1))
+    config = OptimizerConfig(learning_rate=1e-3, betas=(0.8, 0.95))
+    first, second = build_optimizer([plain, own], config).param_groups
+    assert first["params"][0] is plain
+    assert (first["betas"], first["learning_rate_scale"]) == ((0.8, 0.95), 0.1)
+    assert (second["betas"], second["learning_rate_scale"]) == ((0.5, 0.9), pytest.approx(0.05))
 
 
 def test_missing_apex_raises(monkeypatch):
