@@ -259,6 +259,70 @@ def test_hierarchical_partitioning_gathers_inside_a_node(shape):
     assert weights == pytest.approx([number / 16, number / 16 + number / 8])
 
 
+@pytest.mark.parametrize(
+    ("zero_stage", "precision", "weights", "gradients", "optimizer"),
+    [
+        (0, "float32", 4, 4, 8),
+        (1, "bf16", 2, 4, 12 / 8),
+        (2, "bf16", 2, 4 / 8, 12 / 8),
+        (3, "bf16", 2 / 8, 4 / 8, 12 / 8),
+        (1, "float32", 4, 4, 12 / 8),
+    ],
+)
+def test_bytes_of_each_parameter_on_eight_processes(
+    shape, zero_stage, precision, weights, gradients, optimizer
+):
+    """As in figure 1 of the ZeRO paper, but for gradients in float32."""
+    layout, block = layout_of(8, zero_stage=zero_stage), 12 * 1024**2 + 2 * 1024
+    own = replace(shape, precision=precision, keeps_average=True)
+    states = rank_memory(own, layout).states
+    number, average = shape.layers.total, 4 if zero_stage == 0 else 4 / 8
+    assert states.weights == weights * number
+    assert (states.gradients, states.optimizer) == (gradients * number, optimizer * number)
+    assert states.average == average * number
+    assert states.gathered == (2 * block if zero_stage == 3 else 0)
+    total = (weights + gradients + optimizer + average) * number
+    assert states.total == pytest.approx(total + states.gathered)
+    # Plain SGD keeps one moment; offloaded states take nothing, nor do offloaded weights.
+    sgd = rank_memory(replace(own, optimizer="sgd"), layout).states
+    assert states.optimizer - sgd.optimizer == average * number
+    offload = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    away = rank_memory(own, layout_of(8, zero_stage=zero_stage, **offload)).states
+    assert (away.optimizer, away.average, away.weights) == (0, 0, 0)
+    assert away.gradients == states.gradients
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "precision", "gradient_size", "parameters", "size"),
+    [
+        # DeepSpeed's bucket holds more than all 455 M gradients; in bf16 they are cast too.
+        (0, "float32", 4, None, 4),
+        (1, "bf16", 4, None, 4 + 2),
+        # A block's, in the compute precision or with a copy that is averaged.
+        (1, "float32", 4, 12 * 1024**2, 4),
+        (2, "bf16", 2, 12 * 1024**2, 2),
+        (2, "bf16", 4, 12 * 1024**2, 4 + 2),
+    ],
+)
+def test_buffers_by_hand(shape, zero_stage, precision, gradient_size, parameters, size):
+    own = replace(shape, precision=precision, gradient_size=gradient_size)
+    memory = rank_memory(own, layout_of(8, zero_stage=zero_stage))
+    assert memory.buffers == (parameters or shape.layers.total) * size
+    assert memory.total == memory.states.total + memory.activations.total + memory.buffers
+    # Megatron's buffer holds a whole sequence of each of three images: 1024 tokens of 1024 numbers.
+    (found,) = shape.activations.values()
+    own = replace(own, activations={(2, 1, each, "none"): found for each in (False, True)})
+    keys = {"zero_stage": zero_stage, "tensor_model_parallel_size": 2}
+    plain, split = (
+        rank_memory(own, layout_of(4, micro=3, sequence_parallel=each, **keys)).buffers
+        for each in (False, True)
+    )
+    assert split - plain == 3 * own.number_size * 1024**2
+    if parameters is None:
+        # A single process reduces nothing.
+        assert rank_memory(shape, layout_of(1, zero_stage=0)).buffers == 0
+
+
 @pytest.mark.parametrize("gradient_size", [2, 4])
 def test_bf16_gradient_bytes_follow_the_reduction_dtype(shape, gradient_size):
     half = replace(shape, precision="bf16", gradient_size=gradient_size)
@@ -284,6 +348,104 @@ def test_step_time_mfu_and_slower_network(shape):
     other = plan_layout(shape, layout_of(data=8, micro=16), slow, steps=1).time
     assert other.communication > time.communication
     assert other.products == time.products
+
+
+def test_parts_of_a_step_by_hand(shape):
+    """Two stages of 18 of 36 blocks in float32 on H100s; the formulas of docs/scaling.md."""
+    cluster = Cluster(open_device("h100"), 8, 8)
+    layout = layout_of(4, micro=4, accumulation=8, zero_stage=1, pipeline_model_parallel_size=2)
+    time = plan_layout(shape, layout, cluster, steps=1).time
+    images, memory, network = 4 * 8, 0.7 * 3350e9, 0.8 * 450e9
+    reached = 0.7 * 67e12 * 4096 / (4096 + 256) * 1024 / (1024 + 128)
+    products = images * shape.flops / 2 / reached
+    # Each saved activation is touched five times.
+    (saved,) = (each.block.saved for each in measured_for(shape).stacks)
+    elementwise = images * 5 * 18 * saved / memory
+    # Point to point: 16 messages of four images' 1024 · 1024 numbers, which the passes wait for.
+    sent = 16 * (20e-6 + 4 * 4 * 1024 * 1024 / network)
+    bubble = (products + elementwise + sent) / 8
+    # A quarter of the weights, of which Adam reads and writes gradient, master weight, two moments
+    # and weight.
+    held = parameters_held(shape.layers, layout)
+    adam = held / 4 * 2 * (4 + 12 + 4) / memory
+    most = max(parameters_held(shape.layers, layout, stage) for stage in range(2))
+    calls = most // (12 * 1024**2) + 1 + 1
+    reduced = calls * 20e-6 + (2 + 1) * 4 * most * 3 / 4 / network
+    parts = (time.products, time.elementwise, time.bubble, time.optimizer, time.communication)
+    assert parts == pytest.approx((products, elementwise, bubble, adam, sent + reduced))
+    assert (time.encoding, time.overlapped) == (0, 0)
+    assert time.device == pytest.approx(sum(parts))
+    # The EMA is one more state. Offloaded, gradients and weights cross the bus, and eight
+    # processes share the node's memory.
+    averaged = plan_layout(replace(shape, keeps_average=True), layout, cluster, steps=1).time
+    assert averaged.optimizer == pytest.approx(adam * (4 + 16 + 4) / (4 + 12 + 4))
+    offload = layout.parallel.model_copy(update={"offload_optimizer": "cpu"})
+    on_host = plan_layout(shape, replace(layout, parallel=offload), cluster, steps=1).time
+    expected = held / 4 * ((4 + 4) / 20e9 + 2 * (4 + 12) * 8 / 150e9)
+    assert on_host.optimizer == pytest.approx(expected)
+
+
+def measured_for(shape):
+    """Return the activations in the only way in which the shape's layers were measured."""
+    (found,) = shape.activations.values()
+    return found
+
+
+def test_recomputation_takes_time(shape):
+    """`full`: a third more of everything. `selective`: its activations are touched four times."""
+    cluster, plain = Cluster(open_device("h100"), 8, 8), measured_for(shape)
+    (stack,) = plain.stacks
+    block = replace(stack.block, saved=0.25 * stack.block.saved)
+    fewer = replace(plain, stacks=(replace(stack, block=block),))
+    ways = {"none": plain, "selective": fewer, "full": plain}
+    (key,) = shape.activations
+    shape = replace(shape, activations={(*key[:3], kind): ways[kind] for kind in ways})
+    none, selective, full = (
+        plan_layout(
+            shape, layout_of(8, micro=16, activation_checkpointing=kind), cluster, steps=1
+        ).time
+        for kind in ways
+    )
+    assert selective.products == none.products
+    assert selective.elementwise == pytest.approx(none.elementwise * (5 + 4 * 0.75) / 5)
+    for part in ("products", "elementwise", "host"):
+        assert getattr(full, part) == pytest.approx(4 / 3 * getattr(none, part))
+
+
+def test_products_of_groups_and_heads(shape):
+    """Both groups divide the blocks' products, and make them smaller; a head's are whole."""
+    cluster, sizes = Cluster(open_device("h100"), 8, 8), {"micro": 16, "accumulation": 2}
+    plain = measured_for(shape)
+    keys = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
+    reached = 0.7 * 67e12 * 4096 / (4096 + 256) * 512 / (512 + 128)
+    for head in (0.0, 1e12):
+        activations = {(2, 4, False, "none"): replace(plain, head_flops=head)}
+        own = replace(shape, activations=activations)
+        time = plan_layout(own, layout_of(1, **sizes, **keys), cluster, steps=1).time
+        assert time.products == pytest.approx(16 * 2 * (shape.flops / 8 + head) / reached)
+        at_peak = 16 * 2 * (shape.flops + head) / (8 * 67e12)
+        assert time.mfu == pytest.approx(at_peak / time.total)
+        # What a head with networks saves is touched as often as what blocks save.
+        saved = 36 * plain.stacks[0].block.saved + (head > 0) * plain.head.saved
+        assert time.elementwise == pytest.approx(16 * 2 * 5 * saved / (0.7 * 3350e9))
+
+
+def test_part_of_the_overlapped_communication_is_felt(shape):
+    """A tenth, or what remains when the computation is over."""
+    sizes = {"micro": 16, "zero_stage": 3}
+    for interconnect, felt in ((None, 0.1), ("0.001", 1.0)):
+        cluster = Cluster(open_device("h100", interconnect=interconnect), 8, 1)
+        time = plan_layout(shape, layout_of(8, **sizes), cluster, steps=1).time
+        shown = [
+            each.calls * 20e-6 + each.between / (0.8e9 * cluster.device.network_gb_per_s)
+            for each in transfers(shape, layout_of(8, **sizes), 1)
+            if not each.is_hidden
+        ]
+        exposed = time.communication - sum(shown)
+        hidden = exposed + time.overlapped
+        busy = time.products + time.elementwise
+        assert exposed == pytest.approx(max(0.1 * hidden, hidden - busy))
+        assert exposed / hidden == pytest.approx(felt, rel=0.01)
 
 
 FP8 = ["training.kernels=transformer_engine", "training.fp8=true"]

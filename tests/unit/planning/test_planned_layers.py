@@ -1,6 +1,8 @@
-"""Planned communication against the collectives of layers on the meta device, and by hand."""
+"""Planned communication and parameters against layers on the meta device, and by hand."""
 
 from collections import defaultdict
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from megavis.parallel.context import close_context, open_virtual_context
 from megavis.planning.communication import Transfer, transfers
 from megavis.planning.layouts import Layout
 from megavis.planning.meta_device import tensors_in
+from megavis.planning.parameters import Layers, count_parameters, stage_bounds
 from megavis.planning.shape import ModelShape, shape_of
 
 pytestmark = pytest.mark.once
@@ -41,6 +44,16 @@ KINDS = {
     "alltoall_base_": ("context: all-to-all", 1.0),
 }
 """Name of the plan by torch's operator, and how often the tensor is sent, but for a share of it."""
+
+
+@contextmanager
+def process_of(parallel):
+    """A context of one process of a job with one replica, which sends nothing."""
+    context = open_virtual_context(0, parallel.model_parallel_size, parallel, device="meta")
+    try:
+        yield context
+    finally:
+        close_context()
 
 
 class Collectives(TorchDispatchMode):
@@ -107,12 +120,9 @@ def test_collectives_of_blocks_are_those_of_the_layers(name, words):
     config = load_config(PRESETS / f"{name}.yaml", words).config
     config = config.model_copy(update={"model": config.model.without_dropout()})
     parallel = config.parallel
-    context = open_virtual_context(0, parallel.model_parallel_size, parallel, device="meta")
-    try:
+    with process_of(parallel) as context:
         objective = build_objective(config, context)
         found, shape = blocks_of(objective), shape_of(objective, {})
-    finally:
-        close_context()
     expected = defaultdict(lambda: [0.0, 0.0])
     for operation, size in found:
         kind, factor = KINDS[operation]
@@ -126,9 +136,10 @@ def test_collectives_of_blocks_are_those_of_the_layers(name, words):
 
 
 @pytest.fixture(scope="module")
-def shape(context) -> ModelShape:
+def shape() -> ModelShape:
     config = load_config(PRESETS / "igpt/m_32.yaml").config
-    return shape_of(build_objective(config, context), {})
+    with process_of(ParallelConfig()) as context:
+        return shape_of(build_objective(config, context), {})
 
 
 def planned_for(shape, devices_per_node=8, micro=1, accumulation=1, data=1, **keys):
@@ -166,3 +177,35 @@ def test_buckets_of_gradients_and_weights(shape):
     assert calls(zero_stage=2) == {gradients: 4 * 37, weights: 1}
     # A gather for each block, the first layer and the last.
     assert calls(zero_stage=3) == {"ZeRO: reduce-scatter": 4 * 37, weights: 4 * 38}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("igpt/demo", ["model.num_layers=4"]),
+        # A bridge and a decoder, and an encoder in the first layer: blocks that differ.
+        ("mae/tiny", ["model.num_layers=4", "objective.decoder.num_layers=3"]),
+        ("givt/encoder_decoder", [*CROSS, "model.num_layers=5"]),
+    ],
+)
+def test_parameters_of_stages_are_those_of_their_layers(name, words):
+    """As the engine divides them, each layer built as one process of a tensor group."""
+    config = load_config(PRESETS / f"{name}.yaml", words).config
+    layers = None
+    for size in (1, 2):
+        parallel = ParallelConfig(tensor_model_parallel_size=size)
+        with process_of(parallel) as context:
+            own = config.model_copy(update={"parallel": parallel})
+            objective = build_objective(own, context)
+            plans = objective.layer_plans()
+            layers = layers or Layers.of(count_parameters(objective), plans)
+            with torch.device("meta"):
+                built = [plan.build() for plan in plans]
+        numbers = [sum(each.numel() for each in layer.parameters()) for layer in built]
+        assert layers.largest(size) == max(numbers)
+        for num_stages in (1, 2, 4):
+            bounds = stage_bounds(plans, num_stages)
+            expected = [sum(numbers[start:end]) for start, end in pairwise(bounds)]
+            assert layers.held(num_stages, size) == tuple(expected)
+        if size == 1:
+            assert layers.total == sum(numbers)
