@@ -52,11 +52,12 @@ def fp8_difference(shape: StackShape, layout: Layout, *, is_last: bool = False) 
     kind = layout.parallel.activation_checkpointing
     entering = read * shape.mlp_input_size / shape.parts(layout)
     inside = read * shape.mlp_size / shape.parts(layout)
-    # Inputs of products, in FP8 instead of bf16; `selective` does not keep the MLP's.
-    less = FP8 - shape.number_size
-    kept = less * inside
-    if kind != "selective":
-        kept += less * shape.hidden_size * read / shape.token_parts(layout)
+    # Inputs of the MLP's products. In bf16 `selective` keeps neither, but what dropout has changed.
+    normed = shape.hidden_size * read / shape.token_parts(layout)
+    half = normed + inside
+    if kind == "selective":
+        half = inside if shape.drops_inside else 0.0
+    kept = FP8 * (normed + inside) - shape.number_size * half
     kept += _attention_difference(shape, layout, read)
     # The gradient of the MLP's input exists in bf16 and in both orders of FP8.
     gradients = (_ORDERS * FP8) * entering
@@ -88,5 +89,10 @@ def _attention_difference(shape: StackShape, layout: Layout, read: int) -> float
     outputs, dropped = read / parts, is_copied * read / parts
     if work.num_memory:
         outputs += read / parts
+    # Unless they are rotated, queries are a view of the projection of all tokens, which stays; keys
+    # and values of the first tokens are too, those of tokens from a list are copies.
+    if selects and not shape.is_rotary:
+        views = read + 2 * work.num_visible * (shape.visibility == "two_stream")
+        dropped -= (3 * work.num_tokens - views) / parts
     width = shape.hidden_size
     return width * (FP8 * (projected + outputs) - shape.number_size * (inputs + dropped))

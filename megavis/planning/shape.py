@@ -44,6 +44,7 @@ class StackShape:
         number_size: bytes per element in the compute precision.
         num_passing: see `PlannedStack`.
         is_fp8: whether the blocks multiply their matrices in FP8.
+        drops_inside: whether the MLP has dropout after its activation.
         carries: whether blocks carry tensors other than hidden states.
     """
 
@@ -60,6 +61,7 @@ class StackShape:
     number_size: int
     num_passing: int
     is_fp8: bool
+    drops_inside: bool
     carries: bool
 
     @classmethod
@@ -80,6 +82,7 @@ class StackShape:
             number_size=number_size(precision),
             num_passing=stack.num_passing,
             is_fp8=stack.core.config.training.fp8,
+            drops_inside=model.mlp_dropout > 0,
             carries=bool(stack.core.carried_names),
         )
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,11 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavis.config.load import load_config
 from megavis.config.section import ParallelConfig
+from megavis.model import attention, core, feed_forward
+from megavis.model.block_layers import block_layers
 from megavis.model.kernels import plain_kernels
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.planning.communication import Transfer, transfers
+from megavis.planning.fp8_memory import fp8_difference
 from megavis.planning.layouts import Layout
+from megavis.planning.measured_activations import activations_of
 from megavis.planning.meta_device import tensors_in
 from megavis.planning.parameters import Layers, count_parameters, stage_bounds
 from megavis.planning.shape import ModelShape, shape_of
@@ -209,3 +214,81 @@ def test_parameters_of_stages_are_those_of_their_layers(name, words):
             assert layers.held(num_stages, size) == tuple(expected)
         if size == 1:
             assert layers.total == sum(numbers)
+
+
+class InFp8(torch.autograd.Function):
+    """A product that saves what Transformer Engine's saves: FP8 copies of input and weight."""
+
+    @staticmethod
+    def forward(ctx, inputs, weight):
+        small = torch.float8_e4m3fn
+        ctx.save_for_backward(inputs.to(small), weight.to(small), weight.t().to(small))
+        return torch.nn.functional.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, weight, _ = ctx.saved_tensors
+        return gradient.new_empty(inputs.shape), gradient.new_empty(weight.shape)
+
+
+def in_fp8(layers):
+    """Return a library's layers for one process, with products in FP8."""
+
+    class Column(layers.column_parallel):
+        def forward(self, hidden):
+            product = InFp8.apply(hidden, self.weight)
+            return product if self.bias is None else product + self.bias, None
+
+    class Whole(layers.query_key_value):
+        def forward(self, *inputs):
+            if len(inputs) > 1:
+                return super().forward(*inputs)
+            return InFp8.apply(*inputs, self.weight), None
+
+    class Row(layers.row_parallel):
+        def forward(self, hidden):
+            return InFp8.apply(hidden, self.weight), self.bias
+
+    return replace(
+        layers,
+        column_parallel=Column,
+        query_key_value=Whole,
+        row_parallel=Row,
+        multiplies_parts=False,
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "selective"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("igpt/demo", TWO),
+        ("igpt/demo", [*TWO, "model.mlp_dropout=0.1"]),
+        ("darl/demo", STREAMS),
+        # Not rotated: two streams, and keys and values of some tokens.
+        ("gvp/demo", TWO),
+        ("mp3/demo", TWO),
+        ("givt/encoder_decoder", CROSS),
+    ],
+)
+def test_memory_of_blocks_in_fp8(monkeypatch, name, words, kind):
+    """The difference between blocks whose products save copies in FP8 and those that do not."""
+    more = ["training.precision=bf16", "parallel.zero_stage=1"]
+    more += [f"parallel.activation_checkpointing={kind}"]
+    config = load_config(PRESETS / f"{name}.yaml", [*words, *more]).config
+    layout, found = Layout(config.parallel, 1, 1, 1), []
+    with process_of(config.parallel) as context:
+        shape = shape_of(build_objective(config, context), {})
+        for change in (lambda layers: layers, in_fp8):
+            layers = change(block_layers())
+            for module in (core, attention, feed_forward):
+                monkeypatch.setattr(module, "block_layers", lambda layers=layers: layers)
+            found.append(activations_of(build_objective(config, context)).stacks)
+    for stack, half, mixed in zip(shape.stacks, *found, strict=True):
+        for is_last, one, other in (
+            (False, half.block, mixed.block),
+            (True, half.last_block, mixed.last_block),
+        ):
+            planned = fp8_difference(stack, layout, is_last=is_last)
+            assert other.saved - one.saved == planned.saved, is_last
+            assert other.fixed - one.fixed == planned.fixed
