@@ -79,9 +79,9 @@ def measure_patches(
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether all tokens are predicted one at a time, which needs a start token."""
-    model = model_of(objective)
-    return model.schedule.is_sequential and not model.grammar.asks.first_asked
+    """Return whether all tokens are predicted one at a time, and none belongs to a prefix."""
+    schedule = model_of(objective).schedule
+    return schedule.is_sequential and not schedule.needs_given
 
 
 def plot_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:

@@ -29,10 +29,11 @@ _BATCH_SIZE = 32
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether the paper predicts mixtures one token at a time, and has a null label."""
+    """Return whether mixtures of all tokens are predicted one at a time, also without a class."""
     match objective:
         case Model(schedule=schedule, density=GaussianMixture(), condition=Labels() as condition):
-            return schedule.is_sequential and condition.has_null_label
+            predicts_all = schedule.is_sequential and not schedule.needs_given
+            return predicts_all and condition.has_null_label
     return False
 
 

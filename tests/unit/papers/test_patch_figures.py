@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from compositions import CLASSES, CONTENT, MIXTURE, ONE_BY_ONE, PATCHES
 from PIL import Image
 from tiny import tiny
 
@@ -15,7 +16,9 @@ from megavis.evaluation.images.pair_metrics import (
     score_completions,
     signal_to_noise,
 )
+from megavis.papers.darl import patch_errors
 from megavis.papers.darl.patch_errors import PatchErrors, patch_rows, plot_patch_errors
+from megavis.papers.givt import deviation_figure
 
 pytestmark = pytest.mark.once
 
@@ -106,6 +109,15 @@ def test_errors_by_patch(run_folder, capsys):
     finally:
         close_context()
     assert sum(by_cell) / 16 == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(("prefix", "applies"), [("", True), (", prefix: 3", False)])
+def test_tokens_of_a_prefix_have_no_figures_of_predictions(build_composition, prefix, applies):
+    """Its rows attend to the tokens that they would predict."""
+    schedule = ONE_BY_ONE.replace("}", f"{prefix}}}")
+    objective, _ = build_composition(PATCHES, schedule, CONTENT, MIXTURE, CLASSES)
+    assert patch_errors.applies(objective) == applies
+    assert deviation_figure.applies(objective) == applies
 
 
 def test_errors_on_a_grid_that_is_not_square():
