@@ -24,6 +24,7 @@ class HiddenShare:
 
     Attributes:
         num_tokens: tokens of an image, n.
+        least: below 1.
         fewest: tokens that are hidden in every image, 1 or more.
     """
 
@@ -58,9 +59,8 @@ class HiddenShare:
     def _exceeds(self, share: float) -> float:
         """Return the probability of a larger share."""
         if self.deviation is None:
-            # The range of u in which cos(π/2 · span · u) is larger.
-            end, span = 2 / math.pi * math.acos(share), 1.0 - self.least
-            return min(1.0, end / span) if span else 1.0
+            # The range of u, of all of [0, 1 - least), in which cos(π/2 · u) is larger.
+            return min(1.0, 2 / math.pi * math.acos(share) / (1.0 - self.least))
         if share < self.least:
             return 1.0
         return (0.5 - self._below(share)) / (0.5 - self._below(self.least))

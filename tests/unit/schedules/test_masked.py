@@ -2,10 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from megavis.config.errors import UserError
+from megavis.parallel.random import uniform
 from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.hidden_tokens import HiddenTokens
 from megavis.schedules.masked import Masked, RoundOptions, Rounds, lowest
@@ -30,6 +33,23 @@ def schedule():
     return Rounds(NUM_TOKENS, share=share, loss_average="batch", seed=0)
 
 
+@pytest.mark.parametrize("least", [0.0, 0.3])
+def test_the_hidden_share_is_a_cosine(least):
+    """MaskGIT, section 3.1, and the mean over u of what is drawn."""
+    share = HiddenShare(NUM_TOKENS, least, None, 1)
+    rule, index = Rounds(NUM_TOKENS, share=share, loss_average="batch", seed=3), torch.arange(500)
+    hidden = rule.draw(index).groups.sum(1)
+
+    def count(u):
+        return math.ceil(NUM_TOKENS * math.cos(math.pi / 2 * u * (1 - least)) - 1e-6)
+
+    draws = uniform(index, 1, seed=3, purpose="masked-share")[:, 0].tolist()
+    assert hidden.tolist() == [count(u) for u in draws]
+    assert torch.equal(rule.num_predicted(index), hidden.float())
+    mean = sum(count((i + 0.5) / 10_000) for i in range(10_000)) / 10_000
+    assert rule.expected_predicted == pytest.approx(mean, abs=1e-3)
+
+
 def hidden_by_step(temperature, rounds=4, seed=0):
     """Return the hidden tokens of each round when a token's score is its position."""
     options, images = RoundOptions(rounds, temperature), torch.tensor([5, 9])
@@ -51,6 +71,29 @@ def test_likeliest_tokens_are_kept():
     for step, hidden in enumerate(found):
         count = options.num_hidden(step - 1, NUM_TOKENS)
         assert (hidden == (torch.arange(NUM_TOKENS) < count)).all()
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_the_choice_adds_noise_as_maskgit_does(rounds):
+    """`mask_by_random_topk` of the released code: Gumbel noise, less of it in each round."""
+    options, images, rule = RoundOptions(rounds, 3.0), torch.tensor([5, 9, 2]), schedule()
+    scores = np.random.default_rng(0).normal(size=(rounds, 3, NUM_TOKENS)).astype(np.float32)
+    step = rule.first(rule.order_of(images, seed=0), num_given=0, options=options)
+    known = np.zeros((3, NUM_TOKENS), bool)
+    for number, score in enumerate(scores):
+        draws = uniform(images, NUM_TOKENS, seed=4, purpose=f"choice/{number}").double().numpy()
+        noise = stats.gumbel_r.ppf(draws + 2.0**-25)
+        confidence = score + 3.0 * (1.0 - (number + 1) / rounds) * noise
+        confidence[known] = np.inf
+        left = options.num_hidden(number, NUM_TOKENS)
+        known = np.argsort(np.argsort(confidence)) >= left
+        progress = GenerationProgress(torch.from_numpy(score), images, seed=4)
+        step = rule.after(step, progress, options)
+        if step is not None:
+            assert np.array_equal(~step.hidden.numpy(), known)
+            assert step.name == f"round/{number + 1}"
+    assert step is None
+    assert known.all()
 
 
 def test_known_tokens_are_never_hidden_again():
