@@ -34,7 +34,7 @@ from megavis.data.loading.loader import Batch
 from megavis.grammar.grammar import Grammar
 from megavis.grammar.paper import PaperConfig
 from megavis.grammar.same_run import check_same_words
-from megavis.grammar.words import Patches
+from megavis.grammar.words import AskWord, Mask, Patches, Shift
 from megavis.model.core import Core
 from megavis.model.encoder import EncoderInput, EncoderSizes
 from megavis.model.layer_state import LayerState, PackedState
@@ -56,6 +56,7 @@ _KEYS: Mapping[str, str | None] = {
     "normalization": None,
     "norm_epsilon": "norm_epsilon",
     "activation": "activation",
+    "qk_norm": None,
     "norm_bias": None,
     "add_bias": None,
     "has_biased_attention": None,
@@ -268,9 +269,20 @@ def _grammar_of_vit(config: RunConfig) -> tuple[Grammar, Patches] | None:
         return None
     grammar, tuned = config.objective.grammar(config), config.finetune
     sees_all = grammar.asks.kind == "visible" or (tuned and tuned.visibility == "full")
-    if not sees_all or not isinstance(grammar.reads, Patches):
+    is_plain = not grammar.asks.norm and not grammar.is_modulated and grammar.memory is None
+    if not (sees_all and is_plain and _holds_places(grammar.asks)):
         return None
-    return grammar, grammar.reads
+    return (grammar, grammar.reads) if isinstance(grammar.reads, Patches) else None
+
+
+def _holds_places(asks: AskWord) -> bool:
+    """Return whether a row is the sum of an embedded patch and the position of this patch."""
+    match asks:
+        case Shift():
+            return asks.place == "content"
+        case Mask():
+            return not asks.marks
+    return asks.kind != "instruct"
 
 
 def _differences(

@@ -37,6 +37,32 @@ ENCODER = (
     " encoder_patch_size: 8, encoder_hidden_size: 32, encoder_num_attention_heads: 4,"
     " encoder_activation: gelu}"
 )
+
+
+def tuned(words, **keys):
+    """Return a run of compose that is fine-tuned with full attention."""
+    keys = {"num_classes": 2, "visibility": "full", **keys}
+    return tiny(
+        f"{{name: compose, {PATCHES}, density: {{kind: squared_error}}, {words}}}",
+        model={**VIT, **WIDE, "positions": "learned"},
+        data={"image_size": 32, "validation": "shards/validation"},
+        finetune=keys,
+        training={"validate_every": 1},
+    )
+
+
+PATCHES = "reads: {kind: patches, patch_size: 8}"
+UNLIKE = (
+    # Rows are normalised, hold the place of another patch or marks, or alternate with others.
+    f"schedule: {{kind: context}}, asks: {{kind: visible, norm: true, {DECODER}}}",
+    "schedule: {kind: one_by_one}, asks: {kind: shift}",
+    "schedule: {kind: masked}, asks: {kind: mask, marks: true}",
+    "schedule: {kind: one_by_one}, asks: {kind: instruct}",
+    # Blocks are modulated, or attend to a memory.
+    "schedule: {kind: masked}, asks: {kind: mask}, condition: {kind: labels, num_classes: 3,"
+    " modulation: class}",
+    "schedule: {kind: masked}, asks: {kind: mask}, memory: {kind: encoded_image, num_layers: 1}",
+)
 STATISTICS = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
 KEYS = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu_tanh"}
 
@@ -139,6 +165,8 @@ def test_the_encoder_gives_the_features_of_mae(build_paper, tmp_path):
         (MAE_RUN.replace("num_layers: 2", "num_layers: 3"), {}, r"3, and the encoder 2 \(obj"),
         (tiny("{name: mp3, patch_size: 8}"), {}, "is a run of mp3; an encoder starts from"),
         (tiny("{name: darl, patch_size: 8}"), {}, "is a run of darl; an encoder starts from"),
+        (MAE_RUN.replace("model:", "model:\n  qk_norm: true"), {}, "has qk_norm True, and the enc"),
+        *((tuned(words), {}, "is a run of compose; an encoder starts from") for words in UNLIKE),
     ],
 )
 def test_another_architecture_is_refused(build_paper, tmp_path, source, change, message):
