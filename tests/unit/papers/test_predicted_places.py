@@ -113,8 +113,12 @@ def test_jigsaw_and_mixture_rows():
 @pytest.mark.parametrize("count", [1, 3])
 def test_images_without_a_partner_are_not_mixed(monkeypatch, count):
     """Small folders may have fewer images than were asked for."""
-    images = SimpleNamespace(inputs=torch.zeros(count, 2, 2, 3, dtype=torch.uint8))
-    monkeypatch.setattr(place_figures, "read_round_robin", lambda *_: images)
+
+    def read(folder, wanted):
+        assert wanted == 4
+        return SimpleNamespace(inputs=torch.zeros(count, 2, 2, 3, dtype=torch.uint8))
+
+    monkeypatch.setattr(place_figures, "read_round_robin", read)
     monkeypatch.setattr(place_figures.Places, "of", lambda _: PositionsStub())
     folder = SimpleNamespace(directory="shards")
     subject = FigureInput(Path("run"), SimpleNamespace(), RunnerStub(), folder)

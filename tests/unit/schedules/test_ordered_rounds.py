@@ -87,20 +87,26 @@ def steps_of(rounds, given=0, count=NUM_TOKENS):
 
 
 def released_steps(count, rounds):
-    """Return the end of each round's tokens by the equations of the released code."""
-    masked, ends = count, []
+    """Return the end of each round's tokens by the equations of the released code.
+
+    And the share known, by which its guidance grows.
+    """
+    masked, ends, shares = count, [], []
     for step in range(rounds):
         left = math.floor(count * math.cos(math.pi / 2 * (step + 1) / rounds))
         left = max(1, min(masked - 1, left))
         masked = 0 if step == rounds - 1 else left
         ends.append(count - masked)
-    return ends
+        shares.append((count - left) / count)
+    return ends, shares
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(16, 4), (256, 64), (256, 256), (16, 16), (16, 1)])
 def test_rounds_are_those_of_the_released_code(count, rounds):
     steps = list(steps_of(rounds, count=count))
-    assert [step.asked.stop for step in steps] == released_steps(count, rounds)
+    rule, options = schedule(count=count), OrderedRoundOptions(rounds)
+    shares = [rule.share_known(step, options) for step in steps]
+    assert ([step.asked.stop for step in steps], shares) == released_steps(count, rounds)
     assert [step.known for step in steps] == [0, *(step.asked.stop for step in steps[:-1])]
     assert all(step.asked.start == step.known for step in steps)
 
@@ -119,6 +125,7 @@ def test_an_order_can_be_chosen():
     chosen = rule.chosen(index, {"order": torch.arange(16).flip(0)[None]}, is_named=True)
     assert torch.equal(chosen.order[1], torch.arange(16).flip(0))
     assert torch.equal(chosen.groups, rule.draw(index).groups)
+    assert torch.equal(rule.chosen(index, {}, is_named=True).groups, chosen.groups)
     assert not rule.chosen(index, {}, is_named=False).groups.any()
     with pytest.raises(UserError, match="permutation"):
         rule.chosen(index, {"order": torch.zeros(1, 16).long()}, is_named=True)

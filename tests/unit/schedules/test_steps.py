@@ -1,5 +1,7 @@
 """Generation steps against plain loops, and the arrangements used by training and features."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from megavis.parallel.random import uniform
 from megavis.schedules.hidden_share import HiddenShare
 from megavis.schedules.masked import Context, RoundOptions, Rounds
 from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.one_by_one import RoundOptions as SeveralAtOnce
 from megavis.schedules.orders import Orders, random_orders
 from megavis.schedules.schedule import GenerationProgress, NoOptions
 from megavis.schedules.segmented import GroupOptions, Groups, even_group_ends
@@ -34,6 +37,44 @@ def test_one_by_one_generates_positions_in_order(num_given):
     ]
 
 
+@pytest.mark.parametrize("rounds", [None, 1, 2, 3, 5])
+@pytest.mark.parametrize("num_given", [0, 4])
+def test_several_tokens_are_asked_for_at_once(rounds, num_given):
+    """RandAR, section 3.3: one token, and then up to 1 + (1 - cos(π/2 · i / r)) of the others."""
+    schedule, options = OneByOne(Orders(torch.arange(9)), asks_several=True), SeveralAtOnce(rounds)
+    order = schedule.order_of(torch.arange(2), seed=7)
+    found = [(s.known, s.asked) for s in steps_of(schedule, order, num_given, options)]
+    expected, count, passes = [], 9 - num_given, 9 - num_given if rounds is None else rounds
+    place = num_given
+    for number in range(1, passes + 1):
+        wanted = 1 + math.floor((1 - math.cos(math.pi / 2 * number / passes)) * count)
+        wanted = 1 if passes > 1 and number == 1 else wanted
+        stop = place + 1 if rounds is None else min(9, max(num_given + wanted, place + 1))
+        expected.append((place, slice(place, stop)))
+        place = stop
+    assert found == expected
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 8])
+def test_no_more_tokens_are_asked_for_than_there_are(rounds):
+    """Rounding can give one token more, for 2 of 2 tokens or 4 of 4."""
+    options = SeveralAtOnce(rounds)
+    for count in range(1, 70):
+        done, number = 0, 0
+        while done < count:
+            done, number = done + options.num_asked(number, done, count), number + 1
+        assert done == count
+        assert number <= rounds
+
+
+def test_a_longer_prefix_is_given_in_grids():
+    """Half of the tokens, or the prefix."""
+    for prefix, share in ((0, 0.5), (2, 0.5), (4, 0.8), ("drawn", 0.5)):
+        schedule = OneByOne(Orders(torch.arange(5)), prefix=prefix)
+        assert schedule.given_share == share
+        assert schedule.needs_given == (prefix != 0)
+
+
 def test_orders_are_shared_or_drawn_per_image():
     index = torch.tensor([4, 9])
     drawn = OneByOne(Orders(torch.arange(6), seed=3))
@@ -43,7 +84,11 @@ def test_orders_are_shared_or_drawn_per_image():
     shared = OneByOne(Orders(torch.arange(6)))
     assert not shared.is_random
     assert shared.draw(index).order.tolist() == [list(range(6))]
-    assert shared.draw(index).groups.tolist() == [[1, 2, 3, 4, 5, 6]]
+    arrangement = shared.draw(index)
+    assert arrangement.groups.tolist() == [[1, 2, 3, 4, 5, 6]]
+    # Every token is predicted, the first one too, and no row holds the last one.
+    assert arrangement.prediction_targets.asked == slice(0, 6)
+    assert (arrangement.num_content, arrangement.predicts_all) == (5, True)
 
 
 def test_drawn_prefixes_are_uniform_and_depend_on_seed_and_sample():
@@ -90,6 +135,7 @@ def test_all_given_tokens_are_the_drawn_prefix_in_generation():
     steps = list(steps_of(schedule, order, 3, NoOptions()))
     assert [(step.known, step.asked) for step in steps] == [(3, slice(3, 4)), (4, slice(4, 5))]
     assert steps[0].arrangement.groups.tolist() == [[0, 0, 0, 1, 2]]
+    assert len(list(steps_of(schedule, order, 1, NoOptions()))) == 4
     with pytest.raises(UserError, match="give at least one token, not 0"):
         list(steps_of(schedule, order, 0, NoOptions()))
 
@@ -116,6 +162,15 @@ def test_each_group_sees_all_earlier_groups(num_given, groups):
         assert step.arrangement.groups.tolist() == [group]
         assert set(group[step.asked]) == {number + 1}
         assert max(group[: step.known]) == number
+
+
+@pytest.mark.parametrize(
+    ("count", "groups"), [(1, [1]), (2, [1]), (4, [1, 3]), (12, [1, 4, 9]), (64, [1, 4, 12])]
+)
+def test_columns_of_grids_complete_a_quarter_in_up_to_twelve_groups(count, groups):
+    schedule = Groups("fixed", num_tokens=count, num_groups=1, shuffled=True, seed=0)
+    assert [column["groups"] for column in schedule.columns] == groups
+    assert schedule.given_share == 0.25
 
 
 def test_even_group_ends_split_the_remaining_tokens():
