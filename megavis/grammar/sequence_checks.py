@@ -262,14 +262,17 @@ def _(asks: InContext, grammar: Grammar, run: RunConfig) -> Faults:
     In fine-tuning without the paper's own loss, all tokens may have one.
     """
     assert isinstance(grammar.schedule, Context)
-    given, context = asks.given_ratio, 1.0 - grammar.schedule.mask_ratio
+    given, count = asks.given_ratio, grammar.num_tokens(run)
+    context = context_size(count, grammar.schedule.mask_ratio)
     kind, shows_all_positions = grammar.positions, run.classifies_only
     if given and kind not in ADDED and not shows_all_positions:
         text = f"{given} of the patches are given their position, which {kind} cannot encode"
         yield Fault("asks.given_ratio", text, "set model.positions to learned or sincos")
-    if given >= context and given:
+    if given and round(given * count) >= context:
         text = f"{given} leaves no context token without its position"
-        yield Fault("asks.given_ratio", text, f"lower it below {context:g}, or set it to 0")
+        # The number of given positions is rounded.
+        lower = f"lower it below {(context - 0.5) / count:g}, or " if context > 1 else ""
+        yield Fault("asks.given_ratio", text, f"{lower}set it to 0")
     if kind == "none":
         return
     if not given and not shows_all_positions:

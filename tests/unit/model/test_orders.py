@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from megavis.schedules.orders import fixed_order, gather_tokens, random_orders, to_raster
+from megavis.schedules.orders import (
+    fixed_order,
+    gather_tokens,
+    order_of_run,
+    random_orders,
+    to_raster,
+)
 
 SIDE = 16
 
@@ -68,6 +74,19 @@ def test_fixed_orders_on_a_rectangular_grid():
         5,
         7,
     ]
+
+
+def test_orders_of_a_run():
+    """A kind, a list, or one random order, which is a function of the seed alone."""
+    grid = {"height": 4, "width": 6, "block": 2}
+    assert order_of_run("raster", **grid, seed=3).tolist() == list(range(24))
+    for kind in ("nested_raster", "round_robin"):
+        assert torch.equal(order_of_run(kind, **grid, seed=3), fixed_order(kind, **grid))
+    assert order_of_run((2, 0, 1), height=1, width=3, block=2, seed=3).tolist() == [2, 0, 1]
+    first, again, other = (order_of_run("random", **grid, seed=seed) for seed in (3, 3, 4))
+    assert first.sort().values.tolist() == list(range(24))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_indivisible_block_raises():

@@ -201,7 +201,7 @@ from megavis.config.errors import UserError
             [PATCHES, CONTEXT, "asks: {kind: in_context, given_ratio: 0.5}", PLACE],
             ["model.positions=sincos"],
             "asks.given_ratio",
-            "leaves no context token without its position; lower it below 0.5, or set it to 0",
+            "leaves no context token without its position; lower it below 0.46875, or set it to 0",
         ),
         (
             [PATCHES, CONTEXT, ITSELF, PLACE],

@@ -238,7 +238,15 @@ def test_finetuning_reads_frames_like_pretraining(make):
         ),
         (
             ["objective.given_ratio=0.5", "model.positions=sincos"],
-            "0.5 leaves no context token without its position",
+            "0.5 leaves no context token without its position; lower it below 0.46875, or set",
+        ),
+        (  # Three of 16 patches are given their position, and two are context.
+            ["objective.given_ratio=0.17", "objective.mask_ratio=0.82", "model.positions=sincos"],
+            "0.17 leaves no context token without its position; lower it below 0.09375, or set",
+        ),
+        (
+            ["objective.given_ratio=0.05", "objective.mask_ratio=0.9", "model.positions=sincos"],
+            "0.05 leaves no context token without its position; set it to 0",
         ),
         (["data.image_size=0"], "must be the side of the images in pixels"),
         (["data.frames=[20,6]"], "is for images, and data.frames for recordings: set only one"),
