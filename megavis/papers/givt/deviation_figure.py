@@ -19,6 +19,7 @@ from megavis.composition.condition import Labels
 from megavis.composition.model import Model
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
+from megavis.data.loading.dataset import ShardDataset, Subset, representative
 from megavis.data.loading.loader import read_batch
 from megavis.densities.gaussians import GaussianMixture, parameters_of
 from megavis.evaluation.figures import FigureInput, RenderedFigure
@@ -63,18 +64,23 @@ def plot_deviations(subject: FigureInput, options: argparse.Namespace) -> Render
     """Predict with and without class, and plot both by token.
 
     Raises:
-        UserError: no image has the class.
+        UserError: no image has the class, or any.
     """
-    objective, labels = subject.objective, subject.images.labels
+    objective, images, label = subject.objective, subject.images, options.label
     assert isinstance(objective, Model)
-    wanted = labels >= 0 if options.label is None else labels == options.label
+    samples: ShardDataset | Subset = images
+    if label is None:
+        samples = representative(images, options.num_images)
+        wanted, text = samples.labels >= 0, "with a class"
+    else:
+        wanted, text = images.labels == label, f"of class {label}"
     chosen = np.flatnonzero(wanted)[: options.num_images]
     if not len(chosen):
-        raise UserError(f"{subject.images.directory} has no image of class {options.label}")
+        raise UserError(f"{images.directory} has no image {text}")
     parts: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(chosen), _BATCH_SIZE):
         places = chosen[start : start + _BATCH_SIZE]
-        batch = read_batch(subject.images, places, places).to(subject.inference.context.device)
+        batch = read_batch(samples, places, places).to(subject.inference.context.device)
         named, none = (
             predicted_deviations(
                 subject.inference, objective, batch.inputs, batch.sample_index, classes

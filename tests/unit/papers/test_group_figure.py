@@ -97,11 +97,15 @@ def test_given_latents_stay(build_composition, tmp_path, monkeypatch):
     assert (images != latents)[~given].all()
 
 
-def test_ids_are_not_averaged(sampler):
-    ids = torch.zeros(2, 9, dtype=torch.int64)
+def test_ids_are_not_averaged(sampler, monkeypatch):
+    ids = torch.randint(8, (2, 9), generator=torch.Generator().manual_seed(0))
     drawing = sampler("objective.variant=d2d", "objective.vocabulary_size=8", groups=2)
     with pytest.raises(UserError, match="ids cannot be averaged"):
         filled(drawing, ids, num_orders=2)
+    monkeypatch.setattr(drawing.model, "to_images", lambda tokens, folder: tokens)
+    found = filled(drawing, ids)[0]
+    assert torch.equal(found, drawing.sample(2, originals=ids, num_given=NUM_GIVEN))
+    assert found.dtype == torch.int64
 
 
 def test_unconditional_generation_is_refused(sampler):
