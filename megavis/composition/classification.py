@@ -212,8 +212,8 @@ class Classification(Finetuned):
 
     def flops_per_image(self) -> float:
         """Return the FLOPs of a training step for one image, without the classifier's."""
-        if self.is_joint:
-            return self.passes / 3 * self.backbone.flops_per_image()
+        if self.is_joint:  # No block is frozen.
+            return self.backbone.flops_per_image()
         layer = self.settings.layer
         if layer is None:
             return self.feature_flops(self.config.model.num_layers)

@@ -58,6 +58,8 @@ def test_joint_loss_is_the_weighted_sum(build, tmp_path, batch, mode):
     nats = [cross_entropy(z, y) for z, y in zip(logits, batch.labels.tolist(), strict=True)]
     np.testing.assert_allclose(objective.outputs(predictions), logits, rtol=1e-4, atol=1e-4)
     assert float(got) == pytest.approx(0.5 * float(generative) + sum(nats) / 6, rel=1e-5)
+    # The classifier's are left out.
+    assert objective.flops_per_image() == plain.flops_per_image()
 
 
 @pytest.mark.parametrize("visibility", ["kept", "full"])
