@@ -167,6 +167,36 @@ def test_class_head_starts_at_zero_and_keeps_other_names(build, tmp_path, weight
     assert names == (plain if weight else {"norm.weight"}) | new
 
 
+@pytest.mark.parametrize(
+    ("words", "deviation"),
+    [
+        (("finetune.linear_evaluation=true",), 0.01),
+        (("finetune.linear_evaluation=true", "finetune.classifier_std=0.5"), 0.5),
+        (("finetune.classifier_std=0.02",), 0.02),
+    ],
+)
+def test_deviation_of_a_new_classifier(build, tmp_path, words, deviation):
+    """0.01 in the linear probe of MAE's code, unless a key says otherwise."""
+    sizes = ("model.hidden_size=64", "finetune.num_classes=40")
+    objective, _ = build(tmp_path / "c.yaml", *WORDS, *sizes, *words)
+    linear = objective.layer_plans()[-1].build().classifier.linear
+    assert float(linear.weight.detach().std()) == pytest.approx(deviation, rel=0.1)
+    assert not linear.bias.any()
+
+
+def test_a_new_pooling_starts_like_that_of_aim(build, tmp_path):
+    """`torch.nn.Linear` for keys and values, without biases, and a query of N(0, 0.02²)."""
+    words = ("model.hidden_size=64", "finetune.read_out=attention")
+    objective, _ = build(tmp_path / "c.yaml", *WORDS, *words)
+    pool = objective.layer_plans()[-1].build().classifier.pool
+    named = {name: each.detach() for name, each in pool.named_parameters()}
+    assert set(named) == {"query", "key.weight", "value.weight"}
+    for name in ("key.weight", "value.weight"):
+        assert named[name].abs().max() <= 1 / 8
+        assert float(named[name].std()) == pytest.approx(1 / 8 / 3**0.5, rel=0.05)
+    assert float(named["query"].std()) == pytest.approx(0.02, rel=0.3)
+
+
 def test_layer_decay_scales_learning_rates(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", *WORDS, "finetune.layer_decay=0.5")
     layers = [plan.build() for plan in objective.layer_plans()]
