@@ -274,7 +274,6 @@ class Classification(Finetuned):
         """
         if not self.is_joint:
             return SequenceBatch(self.backbone.feature_inputs(batch), (batch.labels,))
-        self.backbone.check_unlabelled()
         return _with_labels(self.backbone.sequence(batch.unlabelled()), batch.labels)
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
@@ -295,7 +294,6 @@ class Classification(Finetuned):
         if not self.is_joint:
             inputs = self.backbone.feature_inputs(shown)
             return self.backbone.with_samples(SequenceBatch(inputs, (classes,)), batch)
-        self.backbone.check_unlabelled()
         return _with_labels(self.backbone.training_sequence(shown.unlabelled()), classes)
 
     def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from small_batches import photographs, run_layers
 from tiny import VIT, tiny
 
 import megavis
-from megavis.composition.instances import NUM_LOSSES
+from megavis.composition.instances import NUM_LOSSES, objects_of
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Batch
 
@@ -46,6 +46,19 @@ def squares(masks, classes):
     return Batch(photographs(count, 32), labels, index, objects=(numbers, packed))
 
 
+def test_objects_have_the_boxes_of_their_masks():
+    """To the pixel, and without the rows that fill up the batch."""
+    rectangles = [(2, 3, 14, 20), (10, 0, 32, 32), (7, 9, 8, 10)]
+    classes, masks = squares([rectangles], [[1, 3, 2]]).objects
+    found = objects_of(classes[0], masks[0])
+    assert found["labels"].tolist() == [1, 3, 2]
+    assert found["boxes"].tolist() == [[x, y, x2, y2] for y, x, y2, x2 in rectangles]
+    expected = torch.zeros(3, 32, 32)
+    for mask, (top, left, bottom, right) in zip(expected, rectangles, strict=True):
+        mask[top:bottom, left:right] = 1
+    assert torch.equal(found["masks"].float(), expected)
+
+
 def test_an_image_has_its_loss_in_any_batch(build_paper):
     """In training and validation, with draws by sample and not by place in the batch."""
     objective, inference = build_paper(
@@ -63,6 +76,12 @@ def test_an_image_has_its_loss_in_any_batch(build_paper):
         torch.testing.assert_close(alone[0], whole[image], rtol=1e-5, atol=1e-6)
     trained = run_layers([each.train() for each in inference.layers.modules], sequence.inputs)
     torch.testing.assert_close(trained, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_rates_fall_from_the_head_to_the_embedding(build_paper):
+    objective, _ = build_paper(config(layer_decay=0.5))
+    scales = [plan.options.learning_rate_scale for plan in objective.layer_plans()]
+    assert scales == [0.125, 0.25, 0.5, 1.0]
 
 
 def test_images_without_annotations_give_detections_alone(build_paper):
