@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -199,7 +200,7 @@ def timm_settings(
             "embed_dim": width,
             "depth": sizes["num_hidden_layers"],
             "num_heads": sizes["num_attention_heads"],
-            "mlp_ratio": sizes["intermediate_size"] / width,
+            "mlp_ratio": _ratio(sizes["intermediate_size"], width),
             **pooling,
         },
         "pretrained_cfg": {
@@ -214,3 +215,9 @@ def timm_settings(
             "classifier": TIMM.classifier,
         },
     }
+
+
+def _ratio(inner: int, width: int) -> float:
+    """Return the ratio of two widths, of which timm rounds the product with `width` down."""
+    ratio = inner / width
+    return ratio if int(width * ratio) == inner else math.nextafter(ratio, math.inf)

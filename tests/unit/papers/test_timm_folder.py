@@ -14,7 +14,7 @@ from tiny import VIT, tiny
 from megavis.config.errors import UserError
 from megavis.tokenizers.patches import standardize
 from megavis.weights.tables import read_table
-from megavis.weights.timm_folder import read_timm
+from megavis.weights.timm_folder import read_timm, timm_settings
 from megavis.weights.vits import from_timm
 
 pytestmark = pytest.mark.once
@@ -131,6 +131,17 @@ def test_a_folder_that_timm_saved_has_its_logits(timm, tmp_path, pooling):
     with torch.no_grad():
         expected = network(pixels.permute(0, 3, 1, 2))
     torch.testing.assert_close(run.outputs(images), expected, rtol=0, atol=1e-4)
+
+
+def test_timm_builds_the_exported_mlp(timm):
+    """timm rounds the product of a width and a ratio down: 448 · (488 / 448) is below 488."""
+    sizes = {"hidden_size": 448, "num_hidden_layers": 1, "num_attention_heads": 7}
+    sizes |= {"image_size": 24, "patch_size": 8, "layer_norm_eps": 1e-6}
+    for inner in (488, 489, 920, 1792):
+        arguments = timm_settings({**sizes, "intermediate_size": inner}, [])["model_args"]
+        with torch.device("meta"):
+            network = timm.models.vision_transformer.VisionTransformer(**arguments)
+        assert network.blocks[0].mlp.fc1.out_features == inner
 
 
 def write_folder(folder, tensors, settings=None):
