@@ -53,12 +53,13 @@ def hide(images: np.ndarray, given: np.ndarray) -> np.ndarray:
     return np.where(given[..., None], images, np.uint8(_HIDDEN_SHADE))
 
 
-def image_grid(rows: Sequence[Sequence[np.ndarray]], *, factor: int | None = None) -> np.ndarray:
+def image_grid(rows: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
     """Arrange images of equal size in a grid with thin white lines between them.
+
+    Images are enlarged, by a whole number, to a height of about 128 pixels.
 
     Args:
         rows: uint8 images `[h, w, 3]`; all rows have the same length.
-        factor: enlargement of each image; by default to a height of about 128 pixels.
 
     Returns:
         uint8 `[H, W, 3]`.
@@ -69,7 +70,7 @@ def image_grid(rows: Sequence[Sequence[np.ndarray]], *, factor: int | None = Non
     if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
         raise ValueError("a grid needs rows of the same length")
     height, width = rows[0][0].shape[:2]
-    factor = factor or max(1, _VISIBLE_SIDE // height)
+    factor = max(1, _VISIBLE_SIDE // height)
     height, width = height * factor, width * factor
     shape = (len(rows) * (height + _LINE) + _LINE, len(rows[0]) * (width + _LINE) + _LINE, 3)
     canvas = np.full(shape, _LINE_SHADE, np.uint8)

@@ -13,6 +13,7 @@ token.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -87,19 +88,12 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
     return cells.transpose(2, 3).reshape(batch, rows * columns, patch_size**2 * channels)
 
 
-def unpatchify(patches: Tensor, patch_size: int, *, rows: int | None = None) -> Tensor:
-    """Invert `patchify`: `[b, n, d]`, in `rows` rows (√n by default), to `[b, height, width, 3]`.
-
-    Raises:
-        ValueError: `rows` does not divide n.
-    """
+def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
+    """Invert `patchify` for square images: `[b, n, d]` to `[b, side, side, 3]`."""
     batch, count, _ = patches.shape
-    rows = rows or round(count**0.5)
-    columns = count // rows
-    if rows * columns != count:
-        raise ValueError(f"{count} patches do not make {rows} rows")
-    cells = patches.reshape(batch, rows, columns, patch_size, patch_size, -1).transpose(2, 3)
-    return cells.reshape(batch, rows * patch_size, columns * patch_size, -1)
+    rows = math.isqrt(count)
+    cells = patches.reshape(batch, rows, rows, patch_size, patch_size, -1).transpose(2, 3)
+    return cells.reshape(batch, rows * patch_size, rows * patch_size, -1)
 
 
 def normalize_patches(patches: Tensor) -> Tensor:

@@ -24,17 +24,17 @@ def images(count, side=4, seed=0):
 
 
 def test_grid_enlarges_each_pixel_to_a_block():
-    cells = images(6)
-    grid = image_grid([list(cells[:3]), list(cells[3:])], factor=5)
+    cells = images(6, side=25)
+    grid = image_grid([list(cells[:3]), list(cells[3:])])
 
-    assert grid.shape == (2 * (20 + 2) + 2, 3 * (20 + 2) + 2, 3)
+    assert grid.shape == (2 * (125 + 2) + 2, 3 * (125 + 2) + 2, 3)
     assert (grid[:2] == 255).all()
-    assert (grid[:, 22:24] == 255).all()
+    assert (grid[:, 127:129] == 255).all()
     for number, cell in enumerate(cells):
-        top, left = 2 + number // 3 * 22, 2 + number % 3 * 22
-        for y in range(20):
-            for x in range(20):
-                assert (grid[top + y, left + x] == cell[y // 5, x // 5]).all()
+        top, left = 2 + number // 3 * 127, 2 + number % 3 * 127
+        for y in range(5):
+            for x in range(5):
+                np.testing.assert_array_equal(grid[top + y :, left + x :][:125:5, :125:5], cell)
 
 
 def test_small_images_are_enlarged():
