@@ -20,7 +20,11 @@ def guided(mean, scale, other_mean, other_scale, weight):
 CASES = [(0.3, 0.5, 0.0, 1.0, 0.4), (-1.0, 1.0, 0.5, 1.2, 2.0), (0.0, 0.1, 3.0, 0.3, 0.8)]
 
 
-@pytest.mark.parametrize("case", CASES)
+# The vertex of a narrow density, between two of the points and closer to the higher one.
+NARROW = (0.0, 0.02, -0.0963, 0.03, 0.4)
+
+
+@pytest.mark.parametrize("case", [*CASES, NARROW])
 def test_bound_is_the_maximum_over_the_papers_grid(case):
     density = guided(*case)
     points = density.mean + torch.linspace(-10, 10, 1001)
@@ -68,9 +72,11 @@ def _tensors(density):
 def test_zero_weight_draws_the_conditional_gaussian():
     count = 40_000
     columns = [torch.full((count,), v) for v in (1.0, math.log(0.5), 7.0, 0.0)]
-    draws, _ = draw_guided(Guided(*columns, 0.0), torch.arange(count), seed=1, purpose="t")
+    draws, counts = draw_guided(Guided(*columns, 0.0), torch.arange(count), seed=1, purpose="t")
     assert float(draws.mean()) == pytest.approx(1.0, abs=0.01)
     assert float(draws.std()) == pytest.approx(0.5, rel=0.02)
+    # Proposals have four times the deviation, so a quarter of them is accepted.
+    assert float(counts[1] / counts[2]) == pytest.approx(0.25, rel=0.02)
 
 
 def test_rejected_draws_fall_back_to_the_conditional_gaussian():

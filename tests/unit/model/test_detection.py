@@ -1,6 +1,7 @@
 """The detector against unmodified torchvision, whose sampler is replaced by a plain one."""
 
 import copy
+import math
 from collections import OrderedDict
 
 import pytest
@@ -10,6 +11,7 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.ops import box_iou
 
 from megavis.composition.instances import objects_of
 from megavis.model.detection import LOSSES, Cascade, Detector, SeededSampler
@@ -174,6 +176,46 @@ def test_a_stage_reads_the_boxes_that_the_one_before_found():
             torch.testing.assert_close(after, corners)
     mean = torch.stack([logits.softmax(1) for logits, _ in said]).mean(0)
     assert float(found["scores"][0]) == pytest.approx(float(mean[:, 1:].max()), rel=1e-5)
+
+
+def test_each_stage_learns_the_objects_of_the_boxes_that_it_reads():
+    """Losses of "Fast R-CNN" (Girshick, 2015), section 2.3, in torchvision's form."""
+    own = detector(cascades=True, regions=64)
+    read, said = [], []
+    for stage in own.heads.stages:
+        # Small offsets, so that boxes stay with their objects.
+        nn.init.normal_(stage.box_predictor.bbox_pred.weight, std=0.02)
+        stage.box_roi_pool.register_forward_hook(lambda _, given, __: read.append(given[1][0]))
+        stage.box_predictor.register_forward_hook(lambda _, __, out: said.append(out))
+    shown = objects()
+    losses = dict(zip(LOSSES, own.losses(levels(), shown, SAMPLE), strict=True))
+    scales = [(10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.0, 15.0, 15.0)]
+    of_class, of_box = 0.0, 0.0
+    for boxes, (logits, offsets), scale, least in zip(
+        read, said, scales, (0.5, 0.6, 0.7), strict=True
+    ):
+        found = 0
+        for box, row, offset in zip(boxes, logits.double(), offsets.double(), strict=True):
+            overlap, place = box_iou(box[None], shown["boxes"])[0].max(0)
+            label = int(shown["labels"][place]) if overlap >= least else 0
+            of_class -= float(row.log_softmax(0)[label]) / len(boxes)
+            if label == 0:
+                continue
+            found += 1
+            (left, top, right, bottom), wanted = box.tolist(), shown["boxes"][place].tolist()
+            width, height = right - left, bottom - top
+            target = (
+                (wanted[0] + wanted[2] - left - right) / 2 / width * scale[0],
+                (wanted[1] + wanted[3] - top - bottom) / 2 / height * scale[1],
+                math.log((wanted[2] - wanted[0]) / width) * scale[2],
+                math.log((wanted[3] - wanted[1]) / height) * scale[3],
+            )
+            for guess, value in zip(offset[:4].tolist(), target, strict=True):
+                error = abs(guess - value)
+                of_box += (4.5 * error**2 if error < 1 / 9 else error - 1 / 18) / len(boxes)
+        assert 0 < found < len(boxes)
+    assert float(losses["loss_classifier"]) == pytest.approx(of_class, rel=1e-5)
+    assert float(losses["loss_box_reg"]) == pytest.approx(of_box, rel=1e-4)
 
 
 @pytest.mark.parametrize("cascades", [False, True])

@@ -48,6 +48,11 @@ def test_schedule_is_uniform_for_uniform_gamma_and_drops_empty_steps():
     assert (steep[0], steep[-1]) == (0, 1)
 
 
+def test_times_run_from_clean_to_noise():
+    times = BetaNoise(0.03, 1, CPU).times(torch.tensor([1.0, 0.75, 0.0]))
+    assert times.tolist() == [0, 250, 1000]
+
+
 def test_posterior_matches_bayes_rule():
     clean, noisy = draw(50, 3), draw(50, 3, seed=1)
     before = torch.linspace(0.02, 0.98, 50, dtype=torch.float64)[:, None]
@@ -119,12 +124,14 @@ def deviation_after(gammas, deviation, temperature=1.0):
 def test_reverse_process_of_gaussian_data_has_analytic_moments(temperature):
     mean, deviation = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.3, 1.0, 2.0])
     generator = torch.Generator().manual_seed(0)
-    gammas = BetaNoise(1, 1, CPU).schedule(300)
+    levels = BetaNoise(1, 1, CPU)
+    gammas = levels.schedule(300)
     drawn = reverse_process(
         lambda noisy, gamma: mean + gain_of(gamma, deviation) * (noisy - gamma.sqrt() * mean),
         lambda _: torch.randn(20_000, 3, generator=generator),
         gammas,
         temperature=temperature,
+        tempers_start=levels.tempers_start,
     )
     torch.testing.assert_close(drawn.mean(0), mean, atol=0.05, rtol=0)
     expected = deviation_after(gammas, deviation, temperature)

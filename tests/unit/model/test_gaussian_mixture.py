@@ -40,6 +40,7 @@ def test_mixture_matches_torch_distributions(activation, k, d):
     reference = reference_mixture(outputs, k, SCALES[activation])
     expected = reference.log_prob(tokens.double()).float()
     torch.testing.assert_close(mixture.log_prob(tokens), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mixture.mean, reference.mean.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_full_gaussian_matches_torch_distributions():
@@ -130,9 +131,10 @@ def test_draws_have_the_moments_of_the_tempered_mixture(scale):
     torch.testing.assert_close(draws.var(0), variance, rtol=0.02, atol=0.02)
 
 
-def test_full_gaussian_draws_have_the_right_covariance():
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_full_gaussian_draws_have_the_right_covariance(scale):
     gaussian = FullGaussian.from_outputs(draw(12), ScaleForm())
     normals = torch.randn(200_000, 3, generator=torch.Generator().manual_seed(0))
-    draws = gaussian.draw(torch.zeros(200_000), normals)
-    covariance = gaussian.factor @ gaussian.factor.t()
+    draws = gaussian.tempered(scale=scale).draw(torch.zeros(200_000), normals)
+    covariance = scale**2 * gaussian.factor @ gaussian.factor.t()
     torch.testing.assert_close(draws.t().cov(), covariance, rtol=0.03, atol=0.05)

@@ -125,15 +125,17 @@ def test_loss_and_accuracy_match_loops(make):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, PLACES, PLACES, generator=generator)
     targets = objective.sequence(batch_of(draw_images())).targets
-    nats, right = 0.0, 0
+    nats, right, among = 0.0, 0, 0
     for image in range(3):
         for patch in range(PLACES):
             row = logits[image, patch].double().tolist()
             nats += math.log(sum(math.exp(x) for x in row)) - row[patch]
             right += row.index(max(row)) == patch
+            among += row[patch] in sorted(row)[-5:]
     assert float(objective.loss(logits, targets)) == pytest.approx(nats / 48, rel=1e-5)
-    assert objective.measures(logits, targets)["accuracy"] == (right, 48)
-    assert 0 < right < 48
+    assert objective.measures(logits, targets) == {"accuracy": (right, 48), "top5": (among, 48)}
+    assert 0 < right < among < 48
+    assert objective.measures_accuracy
 
 
 def test_context_depends_on_the_sample_only(make):
@@ -195,15 +197,21 @@ def test_speech_frames_with_given_positions(make):
             assert int(sequence.targets[0][image, place]) == place
             counts = bool(sequence.targets[1][image, place])
             assert counts == (place not in given_positions[image].tolist())
-    logits = torch.randn(3, 20, 20, generator=torch.Generator().manual_seed(1))
-    nats = [
-        -float(logits[b, p].log_softmax(-1)[p])
+    logits = torch.randn(3, 20, 20, generator=torch.Generator().manual_seed(1)) + 2 * torch.eye(20)
+    predicted = [
+        (logits[b, p], p)
         for b in range(3)
         for p in range(20)
         if p not in given_positions[b].tolist()
     ]
-    assert len(nats) == 54
-    assert float(objective.loss(logits, sequence.targets)) == pytest.approx(sum(nats) / 54)
+    nats = sum(-float(row.log_softmax(-1)[p]) for row, p in predicted)
+    assert len(predicted) == 54
+    assert float(objective.loss(logits, sequence.targets)) == pytest.approx(nats / 54)
+    right = sum(int(row.argmax()) == p for row, p in predicted)
+    among = sum(p in row.topk(5).indices for row, p in predicted)
+    measures = objective.measures(logits, sequence.targets)
+    assert measures == {"accuracy": (right, 54), "top5": (among, 54)}
+    assert right < int((logits.argmax(-1) == torch.arange(20)).sum())
     # Features, as fine-tuning, are given all positions.
     assert objective.feature_inputs(batch)[2].tolist() == [list(range(20))] * 3
 
