@@ -174,6 +174,9 @@ def test_a_stage_reads_the_boxes_that_the_one_before_found():
         corners = torch.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], 1).clamp(0, SIDE)
         if after is not None:
             torch.testing.assert_close(after, corners)
+    # What is found are boxes of the last stage.
+    away = (found["boxes"][:, None] - corners).abs().amax(2)
+    assert away.amin(1).max() < 1e-3
     mean = torch.stack([logits.softmax(1) for logits, _ in said]).mean(0)
     assert float(found["scores"][0]) == pytest.approx(float(mean[:, 1:].max()), rel=1e-5)
 
@@ -216,6 +219,20 @@ def test_each_stage_learns_the_objects_of_the_boxes_that_it_reads():
         assert 0 < found < len(boxes)
     assert float(losses["loss_classifier"]) == pytest.approx(of_class, rel=1e-5)
     assert float(losses["loss_box_reg"]) == pytest.approx(of_box, rel=1e-4)
+
+
+def test_features_get_the_mean_gradient_of_the_stages():
+    own, pooled, read = detector(cascades=True, regions=64), [], []
+    for stage in own.heads.stages:
+        stage.box_roi_pool.register_forward_hook(lambda _, __, out: pooled.append(out))
+        stage.box_head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    shown = [level.requires_grad_() for level in levels()]
+    loss = own.losses(shown, objects(), SAMPLE).sum()
+    for features, own_features in zip(pooled, read, strict=True):
+        torch.testing.assert_close(own_features, features)
+        whole, part = torch.autograd.grad(loss, [own_features, features], retain_graph=True)
+        assert whole.abs().max() > 0
+        torch.testing.assert_close(part, whole / 3)
 
 
 @pytest.mark.parametrize("cascades", [False, True])

@@ -98,6 +98,16 @@ def test_sincos_matches_plain_loops(side, hidden_size):
     np.testing.assert_allclose(added(side, hidden_size), expected, rtol=0, atol=1e-6)
 
 
+def test_learned_sincos_starts_as_sincos():
+    learned, fixed = (
+        Positions(kind, height=3, width=4, hidden_size=16, fill=normal(1.0), scale=0.5)
+        for kind in ("learned_sincos", "sincos")
+    )
+    nothing = torch.zeros(1, 12, 16)
+    assert torch.equal(learned(nothing, cells(3, 4)), fixed(nothing, cells(3, 4)))
+    assert learned.weight.requires_grad
+
+
 def test_sincos_matches_transformers_mae():
     from transformers.models.vit_mae.modeling_vit_mae import ViTMAEConfig, ViTMAEEmbeddings
 

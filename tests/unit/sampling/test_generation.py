@@ -92,6 +92,27 @@ def test_beam_search_finds_likelier_images(sampler):
     assert bool((found > drawn).all())
 
 
+@pytest.mark.parametrize(("beams", "fans"), [(2, 3), (3, 1)])
+def test_beam_search_matches_full_passes(sampler, beams, fans):
+    search, images = sampler("data.image_size=3", beams=beams, fans=fans, seed=5), [7, 8]
+    model = search.model
+    for image, found in zip(images, search.tokens(torch.tensor(images)).tolist(), strict=True):
+        kept = [([], 0.0)] * beams
+        for place in range(9):
+            each = fans if place else 1
+            keys = image * beams * each + torch.arange(beams * each)
+            draws = uniform(keys, 9, seed=5, purpose="token")[:, place].tolist()
+            ids = torch.tensor([known + [0] * (9 - place) for known, _ in kept])
+            logits = model.outputs(search.inference.predictions(model.inputs_from(ids)))
+            nats, candidates = logits[:, place].double().log_softmax(-1), []
+            for number, draw in enumerate(draws):
+                (known, score), row = kept[number // each], nats[number // each]
+                token = int((row.exp().cumsum(0) <= draw).sum())
+                candidates.append(([*known, token], score + float(row[token])))
+            kept = sorted(candidates, key=lambda pair: -pair[1])[:beams]
+        assert found == kept[0][0]
+
+
 @pytest.mark.parametrize("num_given", [0, 5])
 def test_first_beams_differ(sampler, monkeypatch, num_given):
     """Beams are equal before the first step: the candidates of one must not fill them all."""
