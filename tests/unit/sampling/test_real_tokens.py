@@ -201,6 +201,21 @@ def test_last_maskgit_round_is_the_sample(make):
     assert sampler.model.reads.prior(IMAGES, seed=0).shape == (3, 2, 4, 4)
 
 
+def test_each_token_of_a_round_has_its_own_draws(make, monkeypatch):
+    sampler, keys = make("objective.name=givt_maskgit", rounds=3), []
+    kind = type(sampler.settings.token_sampler)
+    call = kind.__call__
+
+    def remembered(self, head, state, draws):
+        keys.append(draws.keys)
+        return call(self, head, state, draws)
+
+    monkeypatch.setattr(kind, "__call__", remembered)
+    sampler.tokens(IMAGES, conditions={"labels": LABELS})
+    assert len(keys) == 3
+    assert all(len(each.unique()) == each.numel() == 3 * 16 for each in keys)
+
+
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
