@@ -124,14 +124,12 @@ def deviation_after(gammas, deviation, temperature=1.0):
 def test_reverse_process_of_gaussian_data_has_analytic_moments(temperature):
     mean, deviation = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.3, 1.0, 2.0])
     generator = torch.Generator().manual_seed(0)
-    levels = BetaNoise(1, 1, CPU)
-    gammas = levels.schedule(300)
+    gammas = BetaNoise(1, 1, CPU).schedule(300)
     drawn = reverse_process(
         lambda noisy, gamma: mean + gain_of(gamma, deviation) * (noisy - gamma.sqrt() * mean),
         lambda _: torch.randn(20_000, 3, generator=generator),
         gammas,
         temperature=temperature,
-        tempers_start=levels.tempers_start,
     )
     torch.testing.assert_close(drawn.mean(0), mean, atol=0.05, rtol=0)
     expected = deviation_after(gammas, deviation, temperature)
@@ -151,5 +149,6 @@ def test_one_step_at_zero_temperature_gives_the_mean():
         lambda _: draw(4, 3).float(),
         torch.tensor([0.0, 1.0]),
         temperature=0.0,
+        tempers_start=BetaNoise.tempers_start,
     )
     torch.testing.assert_close(still, torch.full((4, 3), 0.7))
