@@ -30,9 +30,12 @@ class Peak:
 PEAKS: Mapping[str, Peak] = {
     "A100": Peak(312),
     "H100 PCIe": Peak(756, fp8=1513),
+    "H100 NVL": Peak(835, fp8=1671),
     "H100": Peak(989, fp8=1979),
+    "H200 NVL": Peak(835, fp8=1671),
     "H200": Peak(989, fp8=1979),
     "B200": Peak(2250, fp8=4500),
+    "GB200": Peak(2500, fp8=5000),
 }
 """Peaks by a part of the name that the driver reports, from the vendor's data sheets."""
 

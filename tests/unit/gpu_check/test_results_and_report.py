@@ -100,6 +100,8 @@ def test_peak_of_operations_partly_in_fp8():
         989e12,
     )
     assert peak_flops("NVIDIA H100 PCIe", "bf16", 1.0) == pytest.approx(1513e12)
+    assert peak_flops("NVIDIA H100 NVL", "bf16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835e12
+    assert peak_flops("NVIDIA GB200", "bf16") == 2500e12
     # No FP8 on an A100.
     assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16", 0.5) is None
     assert peak_flops("other", "bf16", 0.5) is None
