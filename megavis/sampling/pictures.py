@@ -36,6 +36,7 @@ from megavis.parallel.context import ParallelContext
 from megavis.sampling.batches import Batches
 from megavis.sampling.sampler import Sampler, settings_of
 
+_COLUMNS = 8
 _GALLERY_BATCH = 64
 """A gallery may share a GPU with training, whose memory it must not fill."""
 _VISIBLE_SIDE = 128
@@ -94,14 +95,17 @@ def completion_grid(
     return image_grid([list(row) for row in zip(*columns, strict=True)])
 
 
-def sample_grid(images: np.ndarray, *, num_columns: int = 8) -> np.ndarray:
+def sample_grid(images: np.ndarray, *, num_columns: int = _COLUMNS) -> np.ndarray:
     """Arrange images `[b, h, w, 3]` row by row; unused cells are white."""
+    return image_grid(_rows(images, num_columns))
+
+
+def _rows(images: np.ndarray, num_columns: int) -> list[list[np.ndarray]]:
+    """Divide images into rows of at most `num_columns`, and fill the last with white ones."""
     num_columns = min(num_columns, len(images))
     blank = np.full((-len(images) % num_columns, *images.shape[1:]), _LINE_SHADE, np.uint8)
     filled = list(np.concatenate([images, blank]))
-    return image_grid(
-        [filled[start : start + num_columns] for start in range(0, len(filled), num_columns)]
-    )
+    return [filled[start : start + num_columns] for start in range(0, len(filled), num_columns)]
 
 
 def save_png(path: Path, pixels: np.ndarray) -> None:
@@ -177,7 +181,7 @@ def picture(
     conditions: Mapping[str, Tensor] | None = None,
     later: Mapping[str, Tensor] | None = None,
     first_halves: Tensor | None = None,
-    num_columns: int = 8,
+    num_columns: int = _COLUMNS,
     batch_size: int | None = None,
 ) -> np.ndarray:
     """Generate images and arrange them in a grid; collective over all processes of the job.
@@ -266,12 +270,9 @@ def picture_of_reconstructions(
     """
     inputs = objective.inputs_from(originals.to(inference.context.device))
     made = objective.reconstruction(inference.predictions(inputs)).cpu().numpy()
-    images, columns = objective.shown(originals).cpu().numpy(), min(len(originals), 8)
-    rows = []
-    for start in range(0, len(images) - columns + 1, columns):
-        part = slice(start, start + columns)
-        rows += [list(images[part]), list(made[part])]
-    return image_grid(rows)
+    images = objective.shown(originals).cpu().numpy()
+    pairs = zip(_rows(images, _COLUMNS), _rows(made, _COLUMNS), strict=True)
+    return image_grid([row for pair in pairs for row in pair])
 
 
 def _pixels(images: Tensor) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Image grids: layout, enlargement and the source of each pixel."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megavis.sampling.pictures import (
     hide,
     image_grid,
     picture,
+    picture_of_reconstructions,
     sample_grid,
     save_png,
 )
@@ -60,6 +63,24 @@ def test_empty_cells_are_white():
     assert grid.shape == (262, 262, 3)
     assert (grid[132:, 132:] == 255).all()
     assert sample_grid(images(1)).shape == (132, 132, 3)
+
+
+def test_all_reconstructions_are_shown_however_many():
+    """Ten images: a row of eight with its reconstructions below, and one of two."""
+    originals = torch.from_numpy(images(10))
+    objective = SimpleNamespace(
+        inputs_from=lambda samples: samples,
+        reconstruction=lambda samples: samples // 2,
+        shown=lambda samples: samples,
+    )
+    inference = SimpleNamespace(
+        context=SimpleNamespace(device="cpu"), predictions=lambda samples: samples
+    )
+    grid = picture_of_reconstructions(inference, objective, originals)
+    shown, made = list(originals.numpy()), list(originals.numpy() // 2)
+    white = [np.full((4, 4, 3), 255, np.uint8)] * 6
+    rows = [shown[:8], made[:8], shown[8:] + white, made[8:] + white]
+    np.testing.assert_array_equal(grid, image_grid(rows))
 
 
 def test_ragged_rows_raise():
