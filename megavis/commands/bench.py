@@ -51,6 +51,11 @@ def _bench_lines(result: BenchResult) -> Iterator[str]:
 
 def _utilization(result: BenchResult) -> str:
     rate = result.tflops_per_device
+    if rate is None:
+        return (
+            "unknown: the discriminator's and the perceptual network's operations are not counted;"
+            f" a matrix product achieves {result.product_tflops:.4g} TFLOP/s"
+        )
     text = (
         f"{rate:.4g} TFLOP/s, {rate / result.product_tflops:.1%} of a matrix product's"
         f" {result.product_tflops:.4g}"

@@ -79,7 +79,8 @@ class BenchResult:
         host_seconds: time to enqueue a step; if close to `step_seconds`, the device is idle.
         images_per_second: throughput.
         tokens_per_second: throughput in tokens.
-        tflops_per_device: operations per second, in 10¹².
+        tflops_per_device: operations per second, in 10¹²; None if only some of a step's are
+            counted (`Trainable.counts_whole_step`).
         product_tflops: the same for a matrix product of this size.
         peak_tflops: the vendor's peak, of the mixture with `training.fp8`; None if unknown.
         memory_gb: peak memory allocated on the device; on a CPU, the peak of the process.
@@ -98,7 +99,7 @@ class BenchResult:
     host_seconds: float
     images_per_second: float
     tokens_per_second: float
-    tflops_per_device: float
+    tflops_per_device: float | None
     product_tflops: float
     peak_tflops: float | None
     memory_gb: float
@@ -149,6 +150,9 @@ def bench(
             return None
         mean, rate = fmean(seconds), config.training.batch_size / fmean(seconds)
         flops = objective.flops_per_image() + head
+        # Heads of fine-tuning, which that leaves out, have been added.
+        is_counted = objective.counts_whole_step or config.finetune is not None
+        achieved = rate * flops / context.world.size / 1e12
         peak = peak_flops(clock.name, config.training.precision, objective.fp8_share())
         return BenchResult(
             device=clock.name,
@@ -163,7 +167,7 @@ def bench(
             host_seconds=host,
             images_per_second=rate,
             tokens_per_second=rate * objective.backbone.num_tokens,
-            tflops_per_device=rate * flops / context.world.size / 1e12,
+            tflops_per_device=achieved if is_counted else None,
             product_tflops=product / 1e12,
             peak_tflops=None if peak is None else peak / 1e12,
             memory_gb=memory / 1e9,

@@ -2,6 +2,8 @@
 
 import json
 
+from vae_config import write_config
+
 from megavis.cli import main
 
 SMALL = ["--steps", "2", "--device", "cpu"]
@@ -24,6 +26,18 @@ def test_json_output(small_config, capsys):
         1,
         "tp1-pp1-zero1",
     )
+
+
+def test_no_rate_is_shown_of_a_step_that_is_counted_in_part(tmp_path, capsys):
+    """FLOPs of an autoencoder leave out its discriminator, so a rate would be too low."""
+    words = [str(write_config(tmp_path)), *SMALL, "data.train=none", "data.validation=none"]
+    words += ["training.sample_every=0", "training.validate_every=0"]
+    assert main(["bench", *words]) == 0
+    text = capsys.readouterr().out
+    assert "TFLOP/s, " not in text
+    assert "per device       unknown: the discriminator's" in text
+    assert main(["bench", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tflops_per_device"] is None
 
 
 def test_nothing_is_said_of_a_profiler_without_a_gpu(small_config, capfd):
