@@ -67,17 +67,12 @@ def fill(
         )
         raster = sampler.from_order(drawn, order)
         total = raster if total is None else total + raster
-        order = _shuffle_rest(order, num_given, seed=derive_seed(sampler.seed, "fill", number))
+        seed = derive_seed(sampler.seed, "fill", number)
+        rest = order[:, num_given:]
+        shuffled = gather_tokens(rest, random_orders(images, rest.shape[1], seed=seed))
+        order = torch.cat([order[:, :num_given], shuffled], dim=1)
     assert total is not None
     return sampler.to_images(total / num_orders if num_orders > 1 else total), given
-
-
-def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
-    """Shuffle an order `[b, n]` after its first `num_given` cells."""
-    rest = order[:, num_given:]
-    index = torch.arange(len(order), device=order.device)
-    shuffled = gather_tokens(rest, random_orders(index, rest.shape[1], seed=seed))
-    return torch.cat([order[:, :num_given], shuffled], dim=1)
 
 
 def applies(objective: Trainable) -> bool:

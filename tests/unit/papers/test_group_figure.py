@@ -86,6 +86,13 @@ def test_orders_are_averaged(sampler):
     assert not torch.equal(filled(drawing, images)[0], drawn)
 
 
+def test_orders_belong_to_images_however_they_are_batched(sampler):
+    drawing, images = sampler(groups=6), photographs(3, 12)
+    together, _ = fill(drawing, images, torch.arange(3), num_given=NUM_GIVEN, num_orders=3)
+    last, _ = fill(drawing, images[2:], torch.tensor([2]), num_given=NUM_GIVEN, num_orders=3)
+    assert torch.equal(together[2:], last)
+
+
 def test_given_latents_stay(build_composition, tmp_path, monkeypatch):
     """Latents `[b, c, h, w]` are given as the tokens of their grid."""
     objective, inference = build_composition(LATENTS, GROUPS, QUERY, MIXTURE)
