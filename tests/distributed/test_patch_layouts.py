@@ -28,7 +28,15 @@ from megavis.training.parity import Curve, train_briefly
 from megavis.training.trainer import Trainer
 
 STEPS = 3
-NAMES = [name for name, small in SMALL.items() if small.data == "images"]
+# One of each kind of block depends on the version of Megatron-Core; other words do not.
+EVERY_VERSION = ("compose_memory", "mp3_relative")
+NAMES = [
+    name
+    if small.in_every_pair or name in EVERY_VERSION
+    else pytest.param(name, marks=pytest.mark.once)
+    for name, small in SMALL.items()
+    if small.data == "images"
+]
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 # Tensor parallelism depends on the version of Megatron-Core, ZeRO-3 does not.
 LAYOUTS = [
