@@ -149,10 +149,7 @@ def bench(
         if not context.is_main:
             return None
         mean, rate = fmean(seconds), config.training.batch_size / fmean(seconds)
-        flops = objective.flops_per_image() + head
-        # Heads of fine-tuning, which that leaves out, have been added.
-        is_counted = objective.counts_whole_step or config.finetune is not None
-        achieved = rate * flops / context.world.size / 1e12
+        flops = _flops_per_image(objective, head)
         peak = peak_flops(clock.name, config.training.precision, objective.fp8_share())
         return BenchResult(
             device=clock.name,
@@ -167,7 +164,7 @@ def bench(
             host_seconds=host,
             images_per_second=rate,
             tokens_per_second=rate * objective.backbone.num_tokens,
-            tflops_per_device=achieved if is_counted else None,
+            tflops_per_device=None if flops is None else rate * flops / context.world.size / 1e12,
             product_tflops=product / 1e12,
             peak_tflops=None if peak is None else peak / 1e12,
             memory_gb=memory / 1e9,
@@ -179,6 +176,13 @@ def _head_flops(config: RunConfig) -> float:
     """Return the operations of the head of fine-tuning per image; no context may be open."""
     ways = {} if config.finetune is None else activations_of_layouts([config])
     return max((way.head_flops for way in ways.values()), default=0.0)
+
+
+def _flops_per_image(objective: Trainable, head: float) -> float | None:
+    """Return the operations of a step per image; None if large parts of it are not counted."""
+    if objective.counts_whole_step or head:
+        return objective.flops_per_image() + head
+    return None
 
 
 class _Clock:
