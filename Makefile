@@ -1,10 +1,10 @@
-# `make test` and `make demo` need only Linux and Python 3.11 or 3.12.
+# `make test` and `make demo` need only Linux and Python 3.11 to 3.13.
 # To choose the interpreter: `make test PYTHON=python3.11 VENV=.venv-3.11`.
 
 # Run each candidate instead of only finding it: a name on the PATH may be a version manager's stub,
 # and some distributions ship Python without the modules that create environments.
-USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3,\
+USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3.13 python3,\
 	$(shell $(name) -c '$(USABLE)' >/dev/null 2>&1 && echo $(name))))
 VENV ?= .venv
 STAMP := $(VENV)/.installed
@@ -43,9 +43,9 @@ install: $(STAMP)
 
 # The stamp is written last, so an interrupted installation is repeated.
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 that can make environments was" \
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.13 that can make environments was" \
 		"found; install one, or say PYTHON=/path/to/python" >&2; exit 2; }
-	@$(PYTHON) -c '$(USABLE)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12 with venv and" \
+	@$(PYTHON) -c '$(USABLE)' || { echo "make: $(PYTHON) is not Python 3.11 to 3.13 with venv and" \
 		"ensurepip; say PYTHON=/path/to/another" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	@# Python compiles modules when they are imported; most of the 20,000 files never are.

@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Iterator[SystemCheck]:
     """Yield all checks; those that need torch only if it can be imported."""
-    found = (3, 11) <= sys.version_info < (3, 13)
-    yield SystemCheck("Python", found, sys.version.split()[0], "3.11 or 3.12: everything", True)
+    found = (3, 11) <= sys.version_info < (3, 14)
+    yield SystemCheck("Python", found, sys.version.split()[0], "3.11 to 3.13: everything", True)
     for module, distribution, purpose in (
         ("torch", "torch", "everything"),
         ("megatron.core", "megatron-core", "the Transformer's layers"),

@@ -45,7 +45,29 @@ def test_github_actions_run_ci():
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert commands[0] == ".ci/run"
-    assert {command.removeprefix("make ") for command in commands[1:]} <= set(targets)
+    assert {command.split()[1] for command in commands[1:]} <= set(targets)
+
+
+def test_the_supported_versions_of_python_are_the_same_everywhere():
+    stated = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"])
+    first, end = map(int, stated.groups())
+    versions = [f"3.{minor}" for minor in range(first, end)]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    steps = [step.get("with", {}) for job in jobs.values() for step in job["steps"]]
+    tested = {each for step in steps for each in step.get("python-version", "").split()}
+    assert tested == set(versions)
+    condition = f"(3, {first}) <= sys.version_info < (3, {end})"
+    listed = f"Python {', '.join(versions[:-1])} or {versions[-1]}"
+    for name, words in (
+        ("Makefile", condition),
+        ("Makefile", f"Python {versions[0]} to {versions[-1]}"),
+        ("megavis/commands/doctor.py", condition),
+        ("README.md", listed),
+        ("docs/getting-started.md", listed),
+    ):
+        assert words in (ROOT / name).read_text(), name
+    for version in versions:
+        assert f"python{version} " in (ROOT / "Makefile").read_text()
 
 
 def copied_by(dockerfile):
