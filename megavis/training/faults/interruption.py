@@ -125,7 +125,7 @@ def _count(record: Path, first_step: int, limit: int) -> None:
         return
     restarts = 1 + _restarts_before(record, first_step)
     if restarts > limit:
-        record.unlink()
+        record.unlink(missing_ok=True)
         raise GivenUpError(
             f"{record.parent}: restarted {limit} times without a new checkpoint since step"
             f" {first_step} (training.max_restarts); check the log for the cause, then start"

@@ -59,6 +59,14 @@ def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
     start(200)
 
 
+def test_no_restart_without_progress_may_be_allowed(context, tmp_path, monkeypatch):
+    count_restart(tmp_path, 0, 0, context)  # by hand
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for _ in range(2):
+        with pytest.raises(GivenUpError, match="restarted 0 times .* since step 0"):
+            count_restart(tmp_path, 0, 0, context)
+
+
 def test_the_launcher_is_told_that_a_start_is_counted(context, tmp_path, monkeypatch):
     told = tmp_path / "counted"
     monkeypatch.setenv("MEGAVIS_COUNTED", str(told))
