@@ -58,9 +58,13 @@ def record_fault(run_folder: Path, step: int, what: str, *, exit_code: int) -> N
 
 def _append(path: Path, content: Mapping[str, Any]) -> None:
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    line = to_json({"time": time, **content})
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+    line = to_json({"time": time, **content}).encode() + b"\n"
+    with path.open("a+b") as file:
+        if size := file.tell():
+            file.seek(size - 1)
+            # A full disk or a kill may have cut off the last line, which must not spoil this one.
+            line = line if file.read() == b"\n" else b"\n" + line
+        file.write(line)
 
 
 def read_starts(run_folder: Path) -> list[dict[str, Any]]:

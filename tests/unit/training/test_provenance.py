@@ -20,6 +20,15 @@ def test_each_start_is_recorded(tmp_path, monkeypatch):
     assert {"python", "megavis", "torch"} <= set(first["versions"])
 
 
+def test_a_line_cut_off_by_a_full_disk_spoils_no_later_one(tmp_path):
+    record_start(tmp_path, 0, device="cpu")
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('{"time": "2026-01-01T00:00:00+00:00", "command": "megavis tr')
+    for step in (40, 80):
+        record_start(tmp_path, step, device="cpu")
+    assert [start["first_step"] for start in read_starts(tmp_path)] == [0, 40, 80]
+
+
 def test_command_line_replaces_the_module_path():
     assert command_line(["/x/megavis/cli.py", "probe", "runs/a"]) == "megavis probe runs/a"
 
