@@ -52,13 +52,14 @@ class Pretraining:
         return cls(config, images, encoder, EarlyStopping(patience) if patience else None)
 
     def resume(self, step: int, context: ParallelContext) -> None:
-        """Restore the state after `step` steps."""
-        if self.stopping is None:
-            return
-        folder, patience = self.config.folder, self.stopping.patience
-        self.stopping = EarlyStopping.resume(patience, folder, step, context)
-        if context.is_main:
-            early_stopping_file(folder).unlink(missing_ok=True)
+        """Restore the state after `step` steps; if training continues, remove the best step."""
+        folder = self.config.folder
+        if self.stopping is not None:
+            self.stopping = EarlyStopping.resume(self.stopping.patience, folder, step, context)
+        is_over = self.stopping is not None and self.stopping.is_over
+        # Without patience now, too: the step is no longer kept.
+        if step < self.config.training.steps and not is_over:
+            context.on_main(lambda: early_stopping_file(folder).unlink(missing_ok=True))
 
     def check_results(self) -> None:
         """Accept any earlier results, which training replaces."""

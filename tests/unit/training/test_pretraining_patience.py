@@ -77,6 +77,20 @@ def test_goes_on_with_more_patience(train):
     assert saved_steps(folder) == [6]
 
 
+def test_goes_on_without_patience(train):
+    """The step that was chosen before is no longer kept, and no longer opened."""
+    folder = train("training.patience=3")
+    train("training.patience=0")
+    assert saved_steps(folder) == [6]
+    assert chosen_checkpoint(folder).name == "step-00000006"
+
+
+def test_a_finished_run_keeps_the_best_step_without_patience(train):
+    folder = train("training.patience=3", "training.steps=4", "checkpoint.keep_last=9")
+    train("training.patience=0", "training.steps=4", "checkpoint.keep_last=9")
+    assert chosen_checkpoint(folder).name == "step-00000002"
+
+
 def test_without_patience_the_last_step_is_taken(train):
     folder = train()
     assert saved_steps(folder) == [6]
