@@ -150,8 +150,9 @@ class Trainer:
             if found is not None:
                 check_same_origin(config, found[1], self.train_data, self.tokenizer)
             first_step = found[1].step if found else 0
-            if context.is_main:
-                prepare_folder(config, self.objective, self.train_data, first_step, context)
+            context.on_main(
+                lambda: prepare_folder(config, self.objective, self.train_data, first_step, context)
+            )
             count_restart(config.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
         engine = Engine(self.objective)
@@ -198,7 +199,7 @@ class Trainer:
             log.restart_clock(state)
 
         with permissions_needed():
-            metrics = self._open_metrics(first_step, start) if context.is_main else None
+            metrics = self._open_metrics(first_step, start)
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
             validate.catch_up(state, self._stopping, metrics, config.folder)
@@ -315,17 +316,25 @@ class Trainer:
             )
         ]
 
-    def _open_metrics(self, first_step: int, start: CheckpointManifest | None) -> MetricsWriter:
-        config = self.config
-        metrics = MetricsWriter(
-            self.config.folder,
-            first_step=first_step,
-            logging=config.logging,
-            config=dict(leaves(config.model_dump(mode="json"))),
-        )
-        if start is not None:
-            record_rollback(metrics, self.config.folder, start)
-        return metrics
+    def _open_metrics(
+        self, first_step: int, start: CheckpointManifest | None
+    ) -> MetricsWriter | None:
+        """Return the writer of the main process; its errors are raised on every process."""
+        config, opened = self.config, list[MetricsWriter]()
+
+        def open_here() -> None:
+            metrics = MetricsWriter(
+                config.folder,
+                first_step=first_step,
+                logging=config.logging,
+                config=dict(leaves(config.model_dump(mode="json"))),
+            )
+            if start is not None:
+                record_rollback(metrics, config.folder, start)
+            opened.append(metrics)
+
+        self.context.on_main(open_here)
+        return opened[0] if opened else None
 
     def _snapshot(
         self, state: StepState, *, bad_steps: WatchBadSteps, start: CheckpointManifest | None

@@ -163,6 +163,20 @@ def test_second_job_in_a_run_folder_is_refused(start: Callable[..., Job], tmp_pa
     wait_for_line(tmp_path / "run" / "starts.jsonl", 2)
 
 
+def test_damaged_metrics_are_said_by_every_process(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """A launcher takes another code, or a process that waits for the main one, for a fault."""
+    words = ("training.steps=2", "checkpoint.every=1", "schedule.warmup_steps=0", "name=run")
+    first = start(*words)
+    assert [first.wait(rank) for rank in range(2)] == [0, 0]
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text("\0\0\n" + path.read_text())
+    again = start(*words, "training.steps=3")
+    assert [again.wait(rank) for rank in range(2)] == [2, 2]
+    assert "metrics.jsonl, line 1: no JSON object with a step" in again.log(0)
+
+
 def fail_alone(launch: Launch, words: list[str], log: Path, *, place: str) -> None:
     """Run one process of `megavis train`; rank 1 fails after its second step.
 

@@ -290,10 +290,12 @@ def newest_intact_checkpoint(
         except UserError as error:
             damaged_files.append(str(error))
             continue
-        if damaged_files and context.is_main:
-            set_aside(run_folder, folders[: len(damaged_files)], newest=folder)
-            sys.stderr.writelines(f"WARNING: {text}\n" for text in damaged_files)
-            sys.stderr.write(f"WARNING: resuming from {folder}, the newest intact checkpoint\n")
+        if damaged_files:
+            damaged = folders[: len(damaged_files)]
+            context.on_main(functools.partial(set_aside, run_folder, damaged, newest=folder))
+            if context.is_main:
+                sys.stderr.writelines(f"WARNING: {text}\n" for text in damaged_files)
+                sys.stderr.write(f"WARNING: resuming from {folder}, the newest intact checkpoint\n")
         return found
     if damaged_files:
         raise UserError(f"{damaged_files[0]}; no older checkpoint is intact")
