@@ -184,8 +184,12 @@ def remove_partial(run_folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def publish(run_folder: Path, step: int) -> Path:
-    """Rename a complete checkpoint to its final name, then update `latest`."""
+def publish(run_folder: Path, step: int, *, keeps_newer: bool = False) -> Path:
+    """Rename a complete checkpoint to its final name, then update `latest`.
+
+    With `keeps_newer`, `latest` is the newest checkpoint, which may be another one. A run names its
+    own, since newer ones are then left from before it resumed.
+    """
     target = step_folder(run_folder, step)
     if target.exists():
         # Left by a run that was killed before it updated `latest`, and then restarted.
@@ -193,7 +197,8 @@ def publish(run_folder: Path, step: int) -> Path:
     os.rename(partial_folder(run_folder, step), target)
     # The new name must be on the disk before `latest` points to it.
     flush_folder(target.parent)
-    write_atomically(_pointer(run_folder), f"{target.name}\n".encode())
+    newest = step_folder(run_folder, saved_steps(run_folder)[-1]) if keeps_newer else target
+    write_atomically(_pointer(run_folder), f"{newest.name}\n".encode())
     return target
 
 

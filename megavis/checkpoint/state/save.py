@@ -316,7 +316,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
     }
     changed = manifest.model_copy(update={"layout": layout, "files": files, "tensors": entries})
     write_manifest(partial, changed)
-    return publish(run_folder, manifest.step)
+    return publish(run_folder, manifest.step, keeps_newer=True)
 
 
 def _cut(

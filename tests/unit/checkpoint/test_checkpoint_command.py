@@ -138,6 +138,16 @@ def test_convert_preserves_all_tensors(tmp_path, tensor, data, num_files):
     assert not target.exists()
 
 
+def test_convert_of_an_older_step_does_not_turn_a_run_back(run, tmp_path):
+    """A run that resumed from it would write over its own newer checkpoints."""
+    target = tmp_path / "other"
+    write_step(target, 5)
+    for step, latest in (("4", 5), ("6", 6)):
+        assert main(["checkpoint", "convert", str(run), str(target), "--step", step]) == 0
+        assert (target / "checkpoints" / "latest").read_text() == f"step-0000000{latest}\n"
+    assert saved_steps(target) == [4, 5, 6]
+
+
 def test_converted_run_is_a_run_of_its_own(tmp_path, capsys):
     run, target = tmp_path / "run", tmp_path / "others" / "split"
     write_step(run, 3)
