@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -150,9 +151,15 @@ def sha256_of_file(path: Path) -> str:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename survives a power failure."""
+    """Flush a folder's entries, so that a rename survives a power failure.
+
+    Some file systems, such as folders that a virtual machine shares with its host, cannot.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,24 @@ def test_prune_keeps_latest(tmp_path):
     (tmp_path / "checkpoints" / "latest").write_text("step-00000001\n")
     prune(tmp_path, keep_last=1, keep_every=0)
     assert saved_steps(tmp_path) == [1, 3]
+
+
+def test_a_disk_that_flushes_no_folders_holds_a_run(tmp_path, monkeypatch):
+    """Linux answers EINVAL for a folder of VirtualBox or 9p; other errors are of the disk."""
+    flush, answer = os.fsync, errno.EINVAL
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(answer, os.strerror(answer))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert latest_checkpoint(tmp_path) is None
+    folder = write_checkpoint(tmp_path, 1)
+    assert latest_checkpoint(tmp_path) == folder
+    answer = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        write_checkpoint(tmp_path, 2)
 
 
 @pytest.mark.parametrize("named", ["step-00000002", "step-00000009", "", None])
