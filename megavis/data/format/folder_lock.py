@@ -156,10 +156,12 @@ class FolderLock:
 
 
 def _end_process(text: str, code: int) -> NoReturn:
-    sys.stderr.write(f"error: {text}\n")
-    sys.stderr.flush()
-    # `sys.exit` would end only this thread.
-    os._exit(code)
+    try:
+        sys.stderr.write(f"error: {text}\n")
+        sys.stderr.flush()
+    finally:  # also where the disk of the log is full
+        # `sys.exit` would end only this thread.
+        os._exit(code)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The run lock admits one job per run folder; tested with real processes and stale locks."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -172,6 +173,25 @@ def test_replaced_holder_exits(tmp_path, capfd):
     assert "taken over by process" in said
     assert said.endswith("; this job ends without saving\n")
     assert locks(tmp_path) == [".lock-2"]
+
+
+def hold_with_a_full_log(folder, is_held):
+    with open("/dev/full", "w", buffering=1) as log, contextlib.redirect_stderr(log):
+        hold_with_fast_beats(folder, is_held)
+
+
+def test_a_holder_that_cannot_say_so_leaves_too(tmp_path):
+    is_held = SPAWN.Event()
+    process = SPAWN.Process(target=hold_with_a_full_log, args=(tmp_path, is_held))
+    process.start()
+    assert is_held.wait(120)
+    write_lock(tmp_path, number=2, host="elsewhere")
+    (tmp_path / ".lock-1").unlink()
+    process.join(10)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    assert code == folder_lock.GIVEN_UP_EXIT_CODE
 
 
 def hold_with_short_patience(folder, is_held):
