@@ -66,7 +66,8 @@ class Signals:
             self._handlers[signal.SIGINT] = signal.default_int_handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
             # Not `sys.stderr`, which may be in the middle of writing.
-            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
 
 class StopOnSignal:

@@ -1,5 +1,7 @@
 """Limit of restarts without progress, signals, and interruption of validation."""
 
+import errno
+import os
 import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -33,6 +35,19 @@ def test_the_first_ctrl_c_lets_training_save_and_the_second_interrupts(capfd):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert signals.received
+
+
+def test_ctrl_c_is_received_where_it_cannot_be_answered(monkeypatch):
+    """A log on a full disk ends no run: not one that is about to save either."""
+
+    def full(*words):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Signals() as signals:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            signal.raise_signal(signal.SIGINT)
+        assert signals.received
 
 
 def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
