@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from megavis import __version__
 from megavis.commands.terminal import complete, is_verbose, quietly, set_verbosity
@@ -122,6 +122,7 @@ def run_process() -> NoReturn:
 
     A failed process of a job ends at once, with its traceback written. Python would first close
     what is open, and NCCL would wait for the other processes, which may be waiting for this one.
+    So does one whose output cannot be written: Python would replace its exit code by 120.
     """
     try:
         code = main()
@@ -130,12 +131,20 @@ def run_process() -> NoReturn:
             # torch's, where a job is open, names the rank.
             sys.excepthook(*sys.exc_info())
         code = 1
-    if code and _rank_and_size()[1] > 1:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+    is_written = all([_flush(stream) for stream in streams])
+    if not is_written or (code and _rank_and_size()[1] > 1):
         os._exit(code)
     sys.exit(code)
+
+
+def _flush(stream: TextIO) -> bool:
+    """Write what a stream has buffered; return whether that succeeds."""
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -168,7 +177,11 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         if loaded is None:
             raise
         raise loaded.source.located(error) from error
-    sys.stdout.flush()
+    # A full disk under the log ends no training.
+    if parsed.command in _TRAINING:
+        _flush(sys.stdout)
+    else:
+        sys.stdout.flush()
     was_typed = not getattr(parsed, "until_input_ends", False)
     if code == 0 and was_typed and is_recorded:
         _record(parsed, words)
@@ -201,7 +214,8 @@ def _explain(error: BaseException, *, is_training: bool) -> int:
         raise error
     if code in (2, GIVEN_UP_EXIT_CODE) and is_verbose():
         traceback.print_exception(error)
-    sys.stderr.write(f"{text}\n")
+    with contextlib.suppress(OSError):  # the code matters more than the message
+        sys.stderr.write(f"{text}\n")
     return code
 
 

@@ -172,7 +172,8 @@ class _Forgiving:
 
 @contextlib.contextmanager
 def forgiving_messages() -> Iterator[None]:
-    """Ignore errors of standard error within the block."""
-    stream: Any = _Forgiving(sys.stderr)
-    with contextlib.redirect_stderr(stream):
+    """Ignore errors of standard output and error within the block."""
+    output: Any = _Forgiving(sys.stdout)
+    log: Any = _Forgiving(sys.stderr)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(log):
         yield

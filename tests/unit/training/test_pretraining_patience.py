@@ -1,7 +1,10 @@
 """Early stopping of pre-training by the accuracy of predicted positions (MP3, section 4.3)."""
 
+import contextlib
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 from tiny import BLOCK_OBJECTIVES, VIT, tiny
@@ -58,6 +61,17 @@ def test_stops_and_keeps_the_best_step(train, capsys):
     # Started again, it has already stopped.
     train("training.patience=3")
     assert saved_steps(folder) == [2, 5]
+
+
+def test_a_best_step_that_cannot_be_printed_is_recorded(train, monkeypatch):
+    """The output is on a full disk, and the run is not."""
+    with Path("/dev/full").open("w", buffering=1) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        folder = train("training.patience=3")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            output.close()
+    assert chosen_checkpoint(folder).name == "step-00000002"
 
 
 def test_pruning_by_hand_keeps_the_best_step(train, capsys):

@@ -1,9 +1,13 @@
 """Limit of restarts without progress, signals, and interruption of validation."""
 
+import contextlib
 import errno
 import os
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +109,45 @@ def test_a_job_without_progress_has_its_own_exit_code(small_config, monkeypatch,
     monkeypatch.setattr(cli, "_import_work", lambda _: run)
     assert cli.main(["train", str(small_config)]) == GIVEN_UP_EXIT_CODE
     assert "training.max_restarts: restarted 2 times" in capsys.readouterr().err
+
+
+def test_the_exit_code_is_kept_where_the_message_cannot_be_written(
+    small_config, monkeypatch, capfd
+):
+    def run(args):
+        raise GivenUpError("restarted 2 times", key="training.max_restarts")
+
+    monkeypatch.setattr(cli, "_import_work", lambda _: run)
+    with Path("/dev/full").open("w", buffering=1) as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        assert cli.main(["train", str(small_config)]) == GIVEN_UP_EXIT_CODE
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            log.close()
+
+
+PROCESS = """
+import contextlib, sys
+from megavis import cli
+
+def main():
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            print("step 1", file=stream, flush=True)
+    return int(sys.argv[1])
+
+cli.main = main
+cli.run_process()
+"""
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_process_ends_with_its_code_where_its_log_is_full(code):
+    """Python's own is 120 if it cannot write the rest of the log: launchers would try again."""
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with Path("/dev/full").open("w") as log:
+        words = [sys.executable, "-c", PROCESS, str(code)]
+        assert subprocess.run(words, stdout=log, stderr=log, env=buffered).returncode == code
 
 
 @pytest.mark.parametrize(
