@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from megavis.config.errors import UserError
+from megavis.config.errors import NOT_ALLOWED, UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
 from megavis.parallel.progress_bar import shown
 
@@ -209,12 +209,16 @@ def size_damage(path: Path, stored: StoredFile) -> str | None:
 def damages(folder: Path) -> Iterator[str]:
     """Read every byte of a checkpoint and yield a message for each damaged file.
 
-    In a file with a wrong SHA-256, tensors are compared with the checksums in the file's header.
+    In a file with a wrong SHA-256, tensors are compared with the checksums in the file's header. A
+    file that the disk cannot read is damaged too. Raises OSError if a file may not be read.
     """
     try:
         manifest = read_manifest(folder)
     except UserError as error:
         yield str(error)
+        return
+    except OSError as error:
+        yield _unreadable(folder / MANIFEST, error)
         return
     total = sum(stored.size for stored in manifest.files.values())
     files = shown(
@@ -225,9 +229,19 @@ def damages(folder: Path) -> Iterator[str]:
         size=lambda file: file[1].size,
     )
     for name, stored in files:
-        damage = file_damage(folder / name, stored)
-        if damage is not None:
-            yield f"{damage}: {', '.join(_damaged_tensors(folder / name, stored))}"
+        path = folder / name
+        try:
+            if damage := file_damage(path, stored):
+                yield f"{damage}: {', '.join(_damaged_tensors(path, stored))}"
+        except OSError as error:
+            yield _unreadable(path, error)
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    """Describe an error of the disk; raises one of permissions, which says nothing of the file."""
+    if error.errno in NOT_ALLOWED:
+        raise error
+    return f"{path}: cannot be read: {error.strerror or error}"
 
 
 def _damaged_tensors(path: Path, stored: StoredFile) -> list[str]:

@@ -1,7 +1,10 @@
 """`megavis checkpoint`: list, verify, prune and convert."""
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,6 +113,31 @@ def test_list_and_verify(run, capsys):
     assert "step 4: DAMAGED" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(run), "--step", "5"]) == 2
     assert "it has 2, 4, 6, 8" in capsys.readouterr().err
+
+
+def test_verify_goes_on_after_a_file_that_cannot_be_read(run, capsys, monkeypatch):
+    """As from a disk with bad blocks, for which the command is made."""
+    bad = [run / f"checkpoints/step-0000000{step}" for step in (2, 4)]
+    unreadable = {bad[0] / "rank-00001.safetensors", bad[1] / "manifest.json"}
+    open_path = Path.open
+
+    def fail(path, *words, **options):
+        if path in unreadable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return open_path(path, *words, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
+    assert main(["checkpoint", "verify", str(run)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("step")] == [
+        "step 2: DAMAGED",
+        "step 4: DAMAGED",
+        "step 6: every byte is as saved",
+        "step 8: every byte is as saved",
+    ]
+    for path in unreadable:
+        assert f"  {path}: cannot be read: Input/output error" in lines
 
 
 def test_prune_keeps_every_nth_step_and_the_newest(run, capsys):
