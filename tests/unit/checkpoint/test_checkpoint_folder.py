@@ -89,6 +89,35 @@ def test_unpublished_checkpoint_is_overwritten(tmp_path):
     assert latest_checkpoint(tmp_path) == folder
 
 
+def test_latest_is_the_step_that_a_run_has_saved(tmp_path):
+    """A run that went back passes over the newer checkpoints that it had left."""
+    write_checkpoint(tmp_path, 3)
+    older = write_checkpoint(tmp_path, 2)
+    assert latest_checkpoint(tmp_path) == older
+
+
+MANIFEST = """{
+"version": 1, "step": 7, "samples_seen": 56, "optimizer_step": 7, "seed": 3, "tokenizer": null,
+"classes": ["\u00e9"], "losses": {"recent": [2.5, 0.1]}, "layout": {"data_parallel_size": 2},
+"files": {"rank-00000.safetensors": {"size": 9, "sha256": "ab"}}, "tensors": {"weight/w":
+{"shape": [4, 6], "dimension": null, "slices":
+[{"file": "rank-00000.safetensors", "key": "weight/w", "start": 0, "length": 4}]}},
+"checksum": "SUM"}
+"""
+CHECKSUM = "9aea8ea8c95b2bda121ec01e8178d26e8d4264d32bf00777946724747a755aa8"
+
+
+def test_manifests_written_before_can_be_read(tmp_path):
+    """Checkpoints outlive the program. The checksum is of the keys in order, on one line."""
+    text = MANIFEST.replace("SUM", CHECKSUM)
+    (tmp_path / "manifest.json").write_text(text)
+    manifest = read_manifest(tmp_path)
+    assert (manifest.step, manifest.classes, manifest.losses.recent) == (7, ("\u00e9",), (2.5, 0.1))
+    (tmp_path / "manifest.json").write_text(text.replace("56", "57"))
+    with pytest.raises(UserError, match="has changed since it was written"):
+        read_manifest(tmp_path)
+
+
 def test_missing_latest_checkpoint_raises(tmp_path):
     folder = write_checkpoint(tmp_path, 1)
     shutil.move(folder, folder.with_name("step-00000009"))

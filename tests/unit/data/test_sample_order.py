@@ -9,6 +9,26 @@ from megavis.data.loading.order import SampleOrder
 
 GOLDEN = [987196, 136988, 660611, 1006879, 1168981, 406577]
 GOLDEN_TEN = [9, 7, 0, 6, 1, 2, 4, 8, 5, 3, 0, 4, 5, 8, 9, 2, 1, 3, 7, 6]
+GOLDEN_NINE = [
+    2,
+    8,
+    1,
+    4,
+    3,
+    6,
+    7,
+    5,
+    0,
+    7,
+    0,
+    4,
+    1,
+    8,
+    2,
+    5,
+    6,
+    3,
+]  # a square, whose grid has no cell to spare
 SIZES = [
     1,
     2,
@@ -70,6 +90,7 @@ def test_golden_values():
     positions = np.array([0, 1, 2, 1_281_166, 1_281_167, 10**12])
     assert order.dataset_index(positions).tolist() == GOLDEN
     assert SampleOrder(10, seed=0).dataset_index(np.arange(20)).tolist() == GOLDEN_TEN
+    assert SampleOrder(9, seed=0).dataset_index(np.arange(18)).tolist() == GOLDEN_NINE
 
 
 def test_order_is_uniform():
