@@ -68,24 +68,32 @@ def _rows(run_folder: Path) -> Iterator[dict[str, Any]]:
     latest = latest_checkpoint(run_folder)
     for step in _steps(run_folder):
         folder = step_folder(run_folder, step)
-        row = {"step": step, "bytes": 0, "layout": "", "problem": "", "is_latest": folder == latest}
-        row["bytes"] = sum(file.stat().st_size for file in folder.iterdir())
-        try:
-            manifest = read_manifest(folder)
-        except UserError as error:
-            yield {**row, "problem": str(error)}
-            continue
-        sizes = {
-            short: manifest.layout.get(f"{name}_parallel_size", 1) for short, name in _AXES.items()
-        }
-        row["layout"] = "-".join(
-            f"{short}{size}" for short, size in sizes.items() if size > 1 or short != "cp"
-        )
-        for name, stored in manifest.files.items():
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != stored.size:
-                row["problem"] = f"{name} is missing or cut off"
-        yield row
+        with contextlib.suppress(FileNotFoundError):
+            row = {"step": step, **_contents(folder), "is_latest": folder == latest}
+            # Training deletes old checkpoints.
+            if folder.exists():
+                yield row
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """Return size, layout and problem of a checkpoint. Raises OSError."""
+    sizes_of_files = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
+    row: dict[str, Any] = {"bytes": sum(sizes_of_files), "layout": "", "problem": ""}
+    try:
+        manifest = read_manifest(folder)
+    except UserError as error:
+        return {**row, "problem": str(error)}
+    sizes = {
+        short: manifest.layout.get(f"{name}_parallel_size", 1) for short, name in _AXES.items()
+    }
+    row["layout"] = "-".join(
+        f"{short}{size}" for short, size in sizes.items() if size > 1 or short != "cp"
+    )
+    for name, stored in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != stored.size:
+            row["problem"] = f"{name} is missing or cut off"
+    return row
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -95,7 +103,12 @@ def verify(args: argparse.Namespace) -> int:
         steps = [chosen_step(args.run_folder, args.step)]
     damaged = 0
     for step in steps:
-        found = list(damages(step_folder(args.run_folder, step)))
+        folder = step_folder(args.run_folder, step)
+        found = list(damages(folder))
+        if found and not folder.exists():
+            # Training deletes old checkpoints.
+            sys.stdout.write(f"step {step}: deleted meanwhile\n")
+            continue
         damaged += bool(found)
         sys.stdout.write(f"step {step}: {'DAMAGED' if found else 'every byte is as saved'}\n")
         sys.stdout.writelines(f"  {text}\n" for text in found)

@@ -22,6 +22,7 @@ from megavis.checkpoint.format.manifest import (
 from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.cli import main
+from megavis.commands import weights
 from megavis.config.load import load_config
 
 pytestmark = pytest.mark.once
@@ -138,6 +139,36 @@ def test_verify_goes_on_after_a_file_that_cannot_be_read(run, capsys, monkeypatc
     ]
     for path in unreadable:
         assert f"  {path}: cannot be read: Input/output error" in lines
+
+
+def test_a_checkpoint_that_training_deletes_meanwhile_is_not_damaged(run, capsys, monkeypatch):
+    """Training keeps the newest ones, and reading all of them takes long."""
+    read = weights.read_manifest
+
+    def read_late(folder):
+        if folder.name == "step-00000004":
+            shutil.rmtree(folder, ignore_errors=True)
+        return read(folder)
+
+    monkeypatch.setattr(weights, "read_manifest", read_late)
+    assert main(["checkpoint", "list", str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in rows] == [2, 6, 8]
+
+    check = weights.damages
+
+    def check_late(folder):
+        if folder.name == "step-00000006":
+            shutil.rmtree(folder)
+        return check(folder)
+
+    monkeypatch.setattr(weights, "damages", check_late)
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2: every byte is as saved",
+        "step 6: deleted meanwhile",
+        "step 8: every byte is as saved",
+    ]
 
 
 def test_prune_keeps_every_nth_step_and_the_newest(run, capsys):
