@@ -32,6 +32,7 @@ from megavis.checkpoint.format.manifest import (
     StoredFile,
     TensorKind,
     TensorSlice,
+    file_damage,
     read_manifest,
     write_manifest,
 )
@@ -291,7 +292,8 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
         data_size: data-parallel size of the target layout; tensors are spread over its processes.
 
     Raises:
-        OSError, UserError: the target exists or cannot be written, or a tensor is not divisible.
+        OSError, UserError: the target exists or cannot be written, a file of the source is damaged,
+            or a tensor is not divisible.
     """
     manifest = read_manifest(source)
     target = step_folder(run_folder, manifest.step)
@@ -300,6 +302,10 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
         raise UserError(f"{target}: exists; choose another folder")
     # Before creating the folder, so that nothing is left behind if a tensor is not divisible.
     entries = _cut(manifest.tensors, tensor_size, data_size)
+    for name, stored in manifest.files.items():
+        # The new checksums would be those of the damaged content.
+        if damage := file_damage(source / name, stored):
+            raise UserError(damage)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     names = sorted({piece.file for entry in entries.values() for piece in entry.slices})

@@ -197,6 +197,18 @@ def test_convert_preserves_all_tensors(tmp_path, tensor, data, num_files):
     assert not target.exists()
 
 
+def test_a_damaged_checkpoint_is_not_converted(tmp_path, capsys):
+    """The new checksums would be of what was read, so that nothing would find the damage."""
+    source, _ = write_step(tmp_path / "run", 3)
+    path, target = source / "rank-00001.safetensors", tmp_path / "other"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(bytes(content))
+    assert main(["checkpoint", "convert", str(tmp_path / "run"), str(target)]) == 2
+    assert f"{path}: its SHA-256 differs from the manifest" in capsys.readouterr().err
+    assert not target.exists()
+
+
 def test_convert_of_an_older_step_does_not_turn_a_run_back(run, tmp_path):
     """A run that resumed from it would write over its own newer checkpoints."""
     target = tmp_path / "other"
