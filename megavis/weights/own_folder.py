@@ -34,6 +34,7 @@ from megavis.composition.tokens import Vocabulary
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, exported_names, with_tokenizers
 from megavis.data.format.manifest import PALETTE_NAME
+from megavis.grammar import words
 from megavis.model.inference import Inference
 from megavis.model.layer_state import LayerState
 from megavis.model.positions import turns
@@ -114,6 +115,7 @@ class PlainForm:
     def __init__(self, run: Run) -> None:
         model = composition_of(run)
         self._check(run, model)
+        self._check_rows(model)
         reader, sizes = run.inference.layers.modules[0], run.config.model
         assert isinstance(reader, Reader)
         self.tokens = _random_tokens(model)
@@ -126,7 +128,9 @@ class PlainForm:
         # Rows that do not depend on the content belong to start and class tokens, and precede all
         # others.
         changed = (marked != rows).any(-1).nonzero()[:, 0]
-        if len(changed) != len(rows) - changed[0]:
+        # None at all where each row asks with the token before it, and there is one token.
+        first = int(changed[0]) if len(changed) else len(rows)
+        if len(changed) != len(rows) - first:
             raise UserError("rows that ask for a place stand between its tokens")
         order = arrangement.order[0] if model.asks.permutes else torch.arange(self.tokens.shape[1])
         self.tensors = {f"{_PREFIX}rows": rows, f"{_PREFIX}order": order.clone()}
@@ -139,7 +143,7 @@ class PlainForm:
         self.expected = run.inference.last_features(inputs)
         self.settings = {
             "content": _CONTENT,
-            "first": int(changed[0]),
+            "first": first,
             "layers": sizes.num_layers,
             "heads": sizes.num_attention_heads,
             "normalization": sizes.normalization,
@@ -156,21 +160,27 @@ class PlainForm:
             raise UserError("its model has an adapter or an encoder besides the blocks")
         if model.grammar.is_modulated:
             raise UserError("its norms are modulated by the class")
-        if model.grammar.asks.norm:
-            raise UserError("its rows are normalised before the first block")
         if model.core.model.qk_norm:
             raise UserError("its attention normalises queries and keys")
         if model.schedule.has_random_features:
             raise UserError("its features hide tokens that are drawn")
         if model.grammar.positions == "relative_2d":
             raise UserError("its attention has relative positions")
-        if isinstance(model.condition, PooledFeatures):
-            raise UserError("its model reads a condition besides the tokens")
         tuned = run.config.finetune
         if tuned is not None and tuned.task != "classes":
             raise UserError(f"its head finds {tuned.task} from the features of several blocks")
         if tuned is not None and tuned.layer is not None:
             raise UserError("its classifier is attached to an inner layer")
+
+    @staticmethod
+    def _check_rows(model: Model) -> None:
+        asks = model.grammar.asks
+        if asks.norm:
+            raise UserError("its rows are normalised before the first block")
+        if isinstance(asks, words.Mask) and asks.marks:
+            raise UserError("its rows hold half of a token's embedding, and a mark")
+        if isinstance(model.condition, PooledFeatures):
+            raise UserError("its model reads a condition besides the tokens")
 
     @torch.no_grad()
     def check(self, folder: Path) -> float:
