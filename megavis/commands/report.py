@@ -20,7 +20,7 @@ from megavis.config.yaml_tree import ConfigSource, read_tree
 from megavis.data.format.files import to_json, write_atomically
 from megavis.data.format.folder_lock import holder_of
 from megavis.reports.page import render
-from megavis.reports.run_record import RunRecord, metrics_of
+from megavis.reports.run_record import RunRecord, metrics_of, setting
 from megavis.training.metrics import read_metrics
 
 _LABEL_WIDTH = 18
@@ -131,17 +131,18 @@ def _runs_in(above: Path) -> Iterator[Path]:
 
 def _run_row(folder: Path, above: Path) -> dict[str, Any]:
     """Return the row of a run; None for unknown values."""
+    # It may be a file of another tool.
     config = _read_config(folder / "config.yaml")
-    metrics = read_metrics(folder)
+    planned, metrics = setting(config, "training.steps"), read_metrics(folder)
     steps = [record["step"] for record in metrics if "step" in record] or saved_steps(folder)
     files = [folder / "config.yaml", folder / "metrics.jsonl"]
     changed = max(path.stat().st_mtime for path in files if path.exists())
     row = {
         "run": str(folder.relative_to(above)),
-        "paper": (config.get("objective") or {}).get("name", ""),
+        "paper": str(setting(config, "objective.name", "")),
         "finetunes": bool(config.get("finetune")),
         "step": max(steps, default=0),
-        "steps": (config.get("training") or {}).get("steps"),
+        "steps": planned if isinstance(planned, int) else None,
         "loss": _last(metrics, "loss"),
         "validation": _last(metrics, "validation_loss"),
         "changed": datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds"),

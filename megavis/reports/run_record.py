@@ -43,6 +43,14 @@ from megavis.training.metrics import read_metrics
 from megavis.training.provenance import read_commands, read_faults, read_starts
 
 
+def setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return a value of a config by its dotted key; `default` if there is none, or it is null."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return default if node is None else node
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """One run: its `config.yaml`, empty if there is none, and the lines of its records.
@@ -146,10 +154,7 @@ class RunRecord:
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a value of the config by its dotted key."""
-        node: Any = self.config
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        return default if node is None else node
+        return setting(self.config, key, default)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return the steps and the finite values of a logged metric."""

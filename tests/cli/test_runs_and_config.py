@@ -63,6 +63,19 @@ def test_runs_command(tmp_path, write, capsys):
     )
 
 
+def test_config_files_of_other_tools_do_not_end_the_list(tmp_path, write, capsys):
+    write("ours", [{"step": 3, "loss": 2.25}])
+    for number, text in enumerate(("objective: regression", "training: 5", "training: {steps: x}")):
+        folder = write(f"other-{number}", [{"step": 1, "loss": 4.0}])
+        (folder / "config.yaml").write_text(text)
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["ours"]["paper"], rows["ours"]["steps"]) == ("igpt", 3)
+    others = [(row["paper"], row["steps"]) for name, row in rows.items() if name != "ours"]
+    assert others == [("", None)] * 3
+    assert main(["runs", str(tmp_path)]) == 0
+
+
 def test_folder_without_runs(tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 2
     assert main(["runs", str(tmp_path / "nowhere")]) == 2
