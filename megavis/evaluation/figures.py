@@ -199,8 +199,10 @@ def write_table(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+    """Return the lines of a table in Markdown, in whose cells a backslash escapes bars."""
+    whole = (columns, ["---"] * len(columns), *rows)
+    escaped = ([cell.replace("|", r"\|") for cell in row] for row in whole)
+    return [f"| {' | '.join(row)} |" for row in escaped]
 
 
 def plain_axes(x: str, y: str) -> tuple[Figure, Axes]:

@@ -255,19 +255,34 @@ def picture(path: Path, *, title: str, caption: str = "", on_white: bool = False
 
 
 def csv_table(path: Path) -> Table:
-    """Read the values of a CSV file as a collapsed table. Raises OSError."""
-    columns, *rows = list(csv.reader(io.StringIO(path.read_text(encoding="utf-8")))) or [[]]
+    """Read the values of a CSV file as a collapsed table. Raises OSError and ValueError."""
+    try:
+        columns, *rows = list(csv.reader(io.StringIO(path.read_text(encoding="utf-8")))) or [[]]
+    except csv.Error as error:
+        raise ValueError(f"{path}: {error}") from None
     shown = [[_rounded(cell) for cell in row] for row in rows if len(row) == len(columns)]
     return _shortened("Values", [words(column) for column in columns], shown, closed=True)
 
 
 def markdown_table(path: Path) -> Table:
-    """Read the table of a Markdown file; its other lines become the caption. Raises OSError."""
+    """Read the table of a Markdown file; its other lines become the caption. Raises OSError.
+
+    Rows have as many cells as the first: others are filled up or cut off, as by GitHub.
+    """
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[0] == "|"]
+    rows = [_cells(line) for line in lines if line[0] == "|"]
     columns, _, *content = rows or [[], []]
+    width = len(columns)
+    whole = [[*row, *[""] * (width - len(row))][:width] for row in content]
     caption = [line.lstrip("#- ").rstrip(".") for line in lines if line[0] != "|"]
-    return Table("", columns, content, "".join(f"{line}. " for line in caption).rstrip())
+    return Table("", columns, whole, "".join(f"{line}. " for line in caption).rstrip())
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of a line that begins with a bar; in them, a backslash escapes bars."""
+    _, *cells = re.split(r"(?<!\\)\|", line)
+    cells = cells[:-1] if len(cells) > 1 and not cells[-1] else cells
+    return [cell.strip().replace(r"\|", "|") for cell in cells]
 
 
 def tables_of(value: Any, *, title: str) -> list[Table]:

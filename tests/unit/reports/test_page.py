@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from megavis.cli import main
+from megavis.evaluation.figures import markdown_table as markdown_lines
 from megavis.reports import run_record
+from megavis.reports.blocks import markdown_table
 from megavis.reports.page import render
 from megavis.reports.run_record import RunRecord
 
@@ -153,11 +155,23 @@ def test_unknown_results_are_shown_as_tables(run_folder, tmp_path):
     (folder / "evaluation" / "probe.json").write_text('{"best_layer": {"accuracy": 0.25}}')
     (folder / "evaluation" / "torn.json").write_text('{"a')
     (folder / "evaluation" / "torn.png").write_text("no picture")
+    (folder / "evaluation" / "long.csv").write_text("x" * 200_000)
+    (folder / "evaluation" / "notes.md").write_text(
+        "A note.\n| a \\| b | c\n|---|---|\n| 11 |\n| 22 | 33 | 44 |\n"
+    )
     text = words_of(render([RunRecord.read(folder)]))
     assert "Torn cannot be read" in text
+    assert "long.csv: field larger than field limit" in text
+    assert "Notes a | b c 11 22 33 A note." in text
     assert "probe.json is not a result of `megavis probe`: `best_layer.layer` is" in text
     assert "best layer value accuracy 0.25" in text
     assert "1.5000 → 1.5000" in text
+
+
+def test_bars_in_cells_are_kept(tmp_path):
+    (tmp_path / "a.md").write_text("\n".join(markdown_lines(("a|b", "c"), [("1", "2|3")])))
+    table = markdown_table(tmp_path / "a.md")
+    assert (table.columns, table.rows) == (["a|b", "c"], [["1", "2|3"]])
 
 
 def test_report_command_does_not_import_torch(run_folder):
