@@ -188,17 +188,13 @@ def _run_files(run_folder: Path, target: Path) -> dict[str, bytes]:
 
 
 def import_run(args: argparse.Namespace) -> int:
-    """Write a run; delete it if it could not be completed."""
-    try:
-        with room_needed(args.run_folder):
-            if args.form == "huggingface" and _model_type(args.source) == "megavis":
-                import_own(args.source, args.run_folder)
-                sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
-            else:
-                _import(args, _form(args))
-    except BaseException:
-        shutil.rmtree(args.run_folder, ignore_errors=True)
-        raise
+    """Write a run."""
+    with room_needed(args.run_folder):
+        if args.form == "huggingface" and _model_type(args.source) == "megavis":
+            import_own(args.source, args.run_folder)
+            sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
+        else:
+            _import(args, _form(args))
     return 0
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -206,8 +208,9 @@ def write_run(
     trained: tuple[int, int] = (0, 0),
     words: Mapping[str, Any] | None = None,
     origin: str | None = None,
+    inside: Mapping[str, Path] = MappingProxyType({}),
 ) -> None:
-    """Write a new run folder with a checkpoint.
+    """Write a new run folder with a checkpoint; delete it if it cannot be completed.
 
     Args:
         weights: unsharded parameters under megavis' names.
@@ -217,23 +220,36 @@ def write_run(
         trained: steps and images of its training with megavis.
         words: of the paper that the weights were trained with, if known.
         origin: where imported weights came from.
+        inside: folders to copy into it, by name.
+
+    Raises:
+        UserError: the folder exists, for example as another process has written it meanwhile.
     """
-    run_folder.mkdir(parents=True)
-    (run_folder / "config.yaml").write_text(dump_config(config))
-    if palette is not None:
-        palette.save(run_folder / PALETTE_NAME)
-    if tokenizer is None and palette is not None:
-        tokenizer = palette.sha256
-    write_weights(
-        run_folder,
-        weights,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        classes=classes,
-        trained=trained,
-        words=words,
-        origin=origin,
-    )
+    try:
+        run_folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{run_folder} exists; choose another name") from None
+    try:
+        (run_folder / "config.yaml").write_text(dump_config(config))
+        if palette is not None:
+            palette.save(run_folder / PALETTE_NAME)
+        if tokenizer is None and palette is not None:
+            tokenizer = palette.sha256
+        write_weights(
+            run_folder,
+            weights,
+            seed=config.seed,
+            tokenizer=tokenizer,
+            classes=classes,
+            trained=trained,
+            words=words,
+            origin=origin,
+        )
+        for name, folder in inside.items():
+            copy_folder(folder, run_folder / name)
+    except BaseException:
+        shutil.rmtree(run_folder, ignore_errors=True)
+        raise
 
 
 def origin_of(source: Path) -> str:
@@ -283,9 +299,8 @@ def import_own(source: Path, run_folder: Path) -> None:
         trained=(manifest.step, manifest.samples_seen),
         words=manifest.words,
         origin=manifest.origin,
+        inside={name: source / name for name in inside},
     )
-    for name in inside:
-        copy_folder(source / name, run_folder / name)
 
 
 _AGAIN = "export the run, or download the folder, again"

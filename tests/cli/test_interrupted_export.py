@@ -11,8 +11,8 @@ from tiny import VIT, tiny
 
 from megavis.cli import main
 from megavis.config.load import load_config
-from megavis.weights import exports
-from megavis.weights.released import write_run
+from megavis.weights import exports, released
+from megavis.weights.released import read_hub_weights, write_run
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
 KILLED = """
 import os, signal, sys
 from megavis.cli import main
-from megavis.weights import exports
+from megavis.weights import exports, released
 exports._write_card = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
 main(["export", sys.argv[1], "--to", "huggingface", sys.argv[2]])
 """
@@ -69,3 +69,21 @@ def test_single_file_export_is_atomic(run, tmp_path):
     assert main(["export", str(run), "--to", "safetensors", str(out)]) == 0
     assert load_file(out)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_an_import_leaves_a_run_that_was_written_meanwhile(run, tmp_path, monkeypatch, capsys):
+    exported, target = tmp_path / "mae", tmp_path / "imported"
+    assert main(["export", str(run), "--to", "huggingface", str(exported)]) == 0
+    words, read = ["import", "huggingface", str(exported), str(target)], read_hub_weights
+
+    def read_meanwhile(folder):
+        """Read weights, as another process imports them too."""
+        monkeypatch.setattr(released, "read_hub_weights", read)
+        assert main(words) == 0
+        return read(folder)
+
+    monkeypatch.setattr(released, "read_hub_weights", read_meanwhile)
+    capsys.readouterr()
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"error: {target} exists; choose another name\n"
+    assert main(["checkpoint", "verify", str(target)]) == 0
