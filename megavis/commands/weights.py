@@ -157,7 +157,8 @@ def _protected_steps(run_folder: Path) -> Iterator[int]:
 
 def convert(args: argparse.Namespace) -> int:
     """Write the checkpoint into another run folder, with the run's config under its name."""
-    source = step_folder(args.run_folder, chosen_step(args.run_folder, args.step))
+    step = chosen_step(args.run_folder, args.step)
+    source = step_folder(args.run_folder, step)
     contents, is_new = _run_files(args.run_folder, args.target), not args.target.exists()
     try:
         with room_needed(args.target):
@@ -168,7 +169,11 @@ def convert(args: argparse.Namespace) -> int:
                 if not (args.target / name).exists():
                     write_atomically(args.target / name, content)
     except BaseException:
-        if is_new:
+        own = folders.partial_folder(args.target, step)
+        shutil.rmtree(own, ignore_errors=True)
+        # Another process may have converted another step into the folder meanwhile.
+        others = set(own.parent.glob("*step-*")) - {step_folder(args.target, step)}
+        if is_new and not others:
             shutil.rmtree(args.target, ignore_errors=True)
         raise
     sys.stdout.write(f"{written}\n")

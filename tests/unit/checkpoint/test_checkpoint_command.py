@@ -232,3 +232,26 @@ def test_converted_run_is_a_run_of_its_own(tmp_path, capsys):
     assert (target / "palette.npy").read_bytes() == b"palette"
     assert main(["checkpoint", "convert", str(run), str(tmp_path / "tensor 2")]) == 2
     assert "'tensor 2' does not" in capsys.readouterr().err
+
+
+def test_a_failed_conversion_keeps_what_another_has_written(tmp_path, monkeypatch, capsys):
+    run, target = tmp_path / "run", tmp_path / "other"
+    for step in (3, 5):
+        write_step(run, step)
+    words, convert = ["checkpoint", "convert", str(run), str(target)], weights.conversion.convert
+
+    def fail(*_, **__):
+        """Another process converts a step, and then the disk is full."""
+        monkeypatch.setattr(weights.conversion, "convert", convert)
+        assert main([*words, "--step", "5"]) == 0
+        (target / "checkpoints" / ".step-00000003.partial").mkdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(weights.conversion, "convert", fail)
+    assert main([*words, "--step", "3"]) == 2
+    assert "the result was discarded" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(target)]) == 0
+    assert sorted(each.name for each in (target / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000005",
+    ]
