@@ -271,12 +271,17 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `target` after the block.
 
     It is removed after an error, and by the next call if the process was killed.
+
+    Raises:
+        UserError: another process has written `target` meanwhile.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     _remove(partial)
     try:
         yield partial
+        if target.exists():
+            raise UserError(f"{target} exists; choose another name")
         os.rename(partial, target)
     except BaseException:
         _remove(partial)

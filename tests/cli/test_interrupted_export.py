@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tiny import VIT, tiny
 
 from megavis.cli import main
+from megavis.commands import weights
 from megavis.config.load import load_config
 from megavis.weights import exports, released
 from megavis.weights.released import read_hub_weights, write_run
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
 KILLED = """
 import os, signal, sys
 from megavis.cli import main
+from megavis.commands import weights
 from megavis.weights import exports, released
 exports._write_card = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
 main(["export", sys.argv[1], "--to", "huggingface", sys.argv[2]])
@@ -87,3 +89,24 @@ def test_an_import_leaves_a_run_that_was_written_meanwhile(run, tmp_path, monkey
     assert main(words) == 2
     assert capsys.readouterr().err == f"error: {target} exists; choose another name\n"
     assert main(["checkpoint", "verify", str(target)]) == 0
+
+
+@pytest.mark.parametrize("form", ["huggingface", "safetensors"])
+def test_an_export_leaves_what_was_written_meanwhile(run, tmp_path, monkeypatch, capsys, form):
+    target, read = tmp_path / "out", weights.read_weights
+
+    def read_meanwhile(folder):
+        target.mkdir()
+        (target / "file").touch()
+        return read(folder)
+
+    module = weights if form == "safetensors" else exports
+    monkeypatch.setattr(module, "read_weights", read_meanwhile)
+    assert main(["export", str(run), "--to", form, str(target)]) == 2
+    assert capsys.readouterr().err == f"error: {target} exists; choose another name\n"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "mae.yaml",
+        "out",
+        "run",
+        "small.yaml",
+    ]
