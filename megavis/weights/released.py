@@ -43,7 +43,7 @@ WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 
 
 class ReleasedTensors(dict[str, Tensor]):
-    """Tensors by their released names; asking for one that is missing raises UserError.
+    """Tensors by their released names; one that is missing or has no dimension raises UserError.
 
     Attributes:
         source: their file or folder.
@@ -72,6 +72,12 @@ class ReleasedTensors(dict[str, Tensor]):
         stored = read_weights_file(source, inside=inside)
         floats = {name: tensor.float() for name, tensor in stored.items()}
         return cls(floats, source=source, model=model)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = super().__getitem__(name)
+        if not tensor.ndim:  # Sizes are read from shapes, before they are checked.
+            raise UserError(f"{self.source}: {name} is a single number, which {self.model} has not")
+        return tensor
 
     def __missing__(self, name: str) -> Tensor:
         saved = f"; config.json names {self.saved}" if self.saved else ""
@@ -344,7 +350,8 @@ def read_hub_folder(
     found = settings.get("model_type", kind)
     if found != kind:
         raise UserError(f"{folder / SETTINGS}: this is a folder of {found!r}, not of {kind!r}")
-    saved = ", ".join(map(str, settings.get("architectures") or ()))
+    classes = settings.get("architectures")
+    saved = ", ".join(map(str, classes)) if isinstance(classes, list) else ""
     tensors = renamed(read_hub_weights(folder))
     return settings, ReleasedTensors(
         tensors, source=folder, model=model, saved=saved, implied=f"{SETTINGS} implies"

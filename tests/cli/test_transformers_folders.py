@@ -230,6 +230,22 @@ def test_settings_that_do_not_fit_the_weights(tmp_path, capsys, name, changed, s
     check_refused(tmp_path, capsys, sentence)
 
 
+@pytest.mark.parametrize("classes", ["ViTModel", 1, None])
+def test_names_of_classes_in_another_form(tmp_path, capsys, classes):
+    network("ViTModel").save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "architectures": classes}))
+    assert run_import(tmp_path / "saved", tmp_path / "run") == 0
+
+
+def test_a_tensor_without_a_dimension(tmp_path, capsys):
+    network("ViTMAEForPreTraining").save_pretrained(tmp_path / "saved")
+    path, name = tmp_path / "saved" / "model.safetensors", "decoder.decoder_pos_embed"
+    save_file({**load_file(path), name: torch.tensor(1.0)}, path)
+    check_refused(tmp_path, capsys, f"{name} is a single number")
+
+
 def test_mae_with_another_image_processor_is_refused(tmp_path, capsys):
     network(NAMES[0]).save_pretrained(tmp_path / "saved")
     transformers.ViTImageProcessor().save_pretrained(tmp_path / "saved")
