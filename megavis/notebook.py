@@ -12,7 +12,6 @@ Legend: b images, n tokens of an image, L blocks, h hidden size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,6 +50,7 @@ from megavis.sampling.arguments import (
     as_tensor,
     check_index,
     check_rows,
+    check_sides,
     checked_seed,
     is_real,
     is_whole,
@@ -195,17 +195,20 @@ class Run:
         Raises:
             UserError: an option does not apply; the message lists those that do.
         """
-        given = {
-            name: value
-            if value is None or (is_real(value) and name in _NUMBERS)
-            else as_tensor(value, name)
-            for name, value in options.items()
-        }
+        given = {name: self._option(name, value) for name, value in options.items()}
         own = self._own_form(inputs)
         if (index := given.get("sample_index")) is not None:
             check_index(index, len(own))
         sequence_inputs = self.objective.inputs_from(own, **given)
         return self.objective.outputs(self.inference.predictions(sequence_inputs))
+
+    def _option(self, name: str, value: Any) -> Any:
+        """Return a number as it is, classes by number, and anything else as a tensor."""
+        if isinstance(value, Tensor) and not value.ndim and name in _NUMBERS:
+            value = value.item()
+        if value is None or (is_real(value) and name in _NUMBERS):
+            return value
+        return self._labels(value) if name == "labels" else as_tensor(value, name)
 
     def features(
         self, inputs: Any, layer: int | None = None, *, sample_index: Any = None
@@ -337,6 +340,8 @@ class Run:
         known = {} if labels is None else {"labels": self._labels(labels)}
         if image is not None:
             known["image"] = as_tensor(image, "image")
+            if not len(known["image"]):
+                raise UserError("image holds no image")
         inputs = None if originals is None else self._own_form(originals)
         rows = [len(each) for each in (inputs, *known.values()) if each is not None]
         drawn = sampler.sample(
@@ -366,6 +371,8 @@ class Run:
         if found.shape[1:] != wanted:
             shape = ", ".join(map(str, wanted))
             raise UserError(f"the tokens have shape {list(found.shape)}, not [b, {shape}]")
+        if not len(found):
+            raise UserError("the tokens hold no image")
         model.reads.check_values(found)
         return model.to_images(found.to(self.context.device), self.folder).cpu().numpy()
 
@@ -419,14 +426,8 @@ class Run:
             if found.ndim == 2:
                 backbone.reads.check_values(found)
         else:
-            # Convolutions take images of other sizes too.
-            *_, height, width, channels = backbone.blank_batch(1, torch.device("cpu")).inputs.shape
-            keys = ("downsampling", "patch_size")
-            step = math.lcm(*(getattr(self.config.objective, key, 1) for key in keys))
-            sides = found.shape[-3:-1]
-            if found.ndim < 4 or found.shape[-1] != channels or any(each % step for each in sides):
-                wanted = f"[b, {height}, {width}, {channels}], or other multiples of {step}"
-                raise UserError(f"the inputs have shape {list(found.shape)}, not {wanted}")
+            own = backbone.blank_batch(1, torch.device("cpu")).inputs.shape
+            check_sides(found, own, self.config.objective)
         return found.to(self.context.device)
 
     def to_ids(self, inputs: Any) -> Tensor:
@@ -445,6 +446,8 @@ class Run:
                 f"the inputs have shape {list(array.shape)} and type {array.dtype}; a run of"
                 f" {side}² pixels takes ids [b, {side * side}], or uint8 [b, {side}, {side}, 3]"
             )
+        if not len(array):
+            raise UserError("the inputs hold no image")
         ids = array.long()
         model_of(self.objective).reads.check_values(ids)
         return ids.to(self.context.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.config.schema import ObjectiveConfig
 
 _NUM_SEEDS = 2**64
 
@@ -25,6 +26,21 @@ def check_index(index: Tensor, count: int) -> None:
     check_rows("sample_index", index, count)
     if int(index.min()) < 0:
         raise UserError(f"sample_index must be 0 or more, not {int(index.min())}")
+
+
+def check_sides(images: Tensor, own: torch.Size, autoencoder: ObjectiveConfig) -> None:
+    """Raise UserError unless an autoencoder takes images of this shape; `own`: that of training."""
+    *_, height, width, channels = own
+    sides, wanted = images.shape[-3:-1], f"[b, {height}, {width}, {channels}]"
+    if hasattr(autoencoder, "patch_size"):
+        fits = sides == (height, width)  # Its patches have learned positions.
+    else:
+        # Convolutions take images of other sizes too.
+        step = getattr(autoencoder, "downsampling", 1)
+        wanted = f"{wanted}, or other multiples of {step}"
+        fits = not any(each % step for each in sides)
+    if images.ndim < 4 or images.shape[-1] != channels or not fits:
+        raise UserError(f"the inputs have shape {list(images.shape)}, not {wanted}")
 
 
 def is_whole(number: Any) -> bool:
@@ -53,17 +69,18 @@ def as_tensor(inputs: Any, name: str = "the inputs") -> Tensor:
     Raises:
         UserError: they are no array of numbers.
     """
+    form = ", for images uint8 [b, h, w, 3]" if name == "the inputs" else ""
+    wanted = f"{name}: expected an array of numbers{form}, not {type(inputs).__name__}"
     if isinstance(inputs, Tensor):
+        if not inputs.ndim or inputs.is_complex():
+            raise UserError(f"{wanted} of shape {list(inputs.shape)} and type {inputs.dtype}")
         return inputs
     try:
         array = np.asarray(inputs)
     except ValueError as error:
         raise UserError(f"{name} are no array: {error}") from None
     if array.dtype.kind not in "biuf" or not array.ndim:
-        form = ", for images uint8 [b, h, w, 3]" if name == "the inputs" else ""
-        raise UserError(
-            f"{name}: expected an array of numbers{form}, not {type(inputs).__name__} {inputs!r}"
-        )
+        raise UserError(f"{wanted} {inputs!r}")
     # torch supports no negative strides, and warns of read-only memory.
     if not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()

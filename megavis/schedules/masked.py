@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -317,7 +318,7 @@ class Context(Schedule):
         ratio: float | None = choices.get("mask_ratio")
         if ratio is None and not is_named:
             return self.for_features(index)
-        if ratio is not None and not 0 <= ratio <= 1:
+        if ratio is not None and not (isinstance(ratio, Real) and 0 <= ratio <= 1):
             raise UserError(f"mask_ratio must be in [0, 1], not {ratio}")
         return self.draw(index, ratio)
 

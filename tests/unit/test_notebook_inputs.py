@@ -10,14 +10,16 @@ import pytest
 import torch
 from golden_givt import import_golden
 from PIL import Image
+from tiny import VIT, tiny
 
 import megavis
 from megavis.cli import main
 from megavis.composition.encoded_tokens import Ids, Latents
 from megavis.composition.tokens import Frames
 from megavis.config.errors import UserError
-from megavis.config.load import did_you_mean
+from megavis.config.load import did_you_mean, load_config
 from megavis.data.loading.dataset import ShardDataset
+from megavis.notebook import Run
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.training.metrics import read_metrics
@@ -68,6 +70,8 @@ def test_many_images_are_computed_in_parts(run, ids):
         (np.full((2, 16), -1), "the ids range from -1 to -1"),
         (torch.zeros(2, 17, dtype=torch.int64), r"shape \[2, 17\]"),
         (torch.zeros(2, 16), "torch.float32"),
+        (torch.tensor(1), r"not Tensor of shape \[\]"),
+        (torch.zeros(2, 16, dtype=torch.complex64), "type torch.complex64"),
     ],
 )
 def test_other_inputs_are_refused(run, inputs, message):
@@ -134,6 +138,9 @@ def test_tokens_to_decode_are_checked(run, ids):
     for wrong in (ids[:, :15], ids[None]):
         with pytest.raises(UserError, match=r"the tokens have shape .*, not \[b, 16\]"):
             run.images(wrong)
+    for use, what in ((run.images, "tokens"), (run.to_ids, "inputs")):
+        with pytest.raises(UserError, match=f"the {what} hold no image"):
+            use(ids[:0])
 
 
 def test_loss_of_a_finetuned_run_needs_labels(run, trained, small_config, shard_folders, tmp_path):
@@ -169,6 +176,31 @@ def test_images_of_an_autoencoder_have_its_channels(run, tmp_path):
     for shape in ((16, 16, 3), (1, 16, 16, 4), (1, 3, 16, 16), (1, 17, 16, 3)):
         with pytest.raises(UserError, match=r"the inputs have shape .* not \[b, 256, 256, 3\]"):
             vae.outputs(np.zeros(shape, np.uint8))
+
+
+def test_a_transformer_encodes_label_maps_of_its_own_size(run, tmp_path):
+    """Its positions are learned: those of 32 pixels in each direction here."""
+    words = (
+        "{name: vae_label_maps, semantic_channels: 6, instance_channels: 8, patch_size: 4,"
+        " downsampling: 8, latent_channels: 4, decoder_layers: 1}"
+    )
+    path = tmp_path / "vae.yaml"
+    path.write_text(tiny(words, model={**VIT, "activation": "gelu"}, data={"image_size": 32}))
+    vae = Run(load_config(path).config, folder=tmp_path, checkpoint=None, context=run.context)
+    assert vae.outputs(np.zeros((1, 32, 32, 3), np.uint8)).isfinite().all()
+    with pytest.raises(UserError, match=r"have shape \[1, 16, 16, 3\], not \[b, 32, 32, 3\]$"):
+        vae.outputs(np.zeros((1, 16, 16, 3), np.uint8))
+
+
+@pytest.mark.parametrize("options", [{"labels": [[1, 2]]}, {"labels": []}, {"image": []}])
+def test_conditions_of_other_shapes_are_refused(run, tmp_path, options):
+    givt = megavis.load(import_golden(tmp_path, "givt_causal"), device="cpu")
+    latents = givt.objective.backbone.blank_batch(1, torch.device("cpu")).inputs
+    uses = [lambda: givt.sample(1, **options)]
+    uses += [lambda: givt.outputs(latents, **options)] * ("labels" in options)
+    for use in uses:
+        with pytest.raises(UserError, match=r"labels must be whole|image holds no image"):
+            use()
 
 
 def test_layer_that_the_config_lost_is_noticed(run, trained, tmp_path):

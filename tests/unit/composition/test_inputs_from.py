@@ -176,6 +176,7 @@ def test_every_patch_has_a_query(make, name):
         ("gvp", {"boundaries": (0.5, 3)}, "boundaries must be a list of whole numbers, not"),
         ("bert", {"mask": torch.zeros(4, 8, dtype=torch.bool)}, r"mask has shape \[4, 8\]"),
         ("mp3", {"mask_ratio": 1.5}, r"mask_ratio must be in \[0, 1\]"),
+        ("mp3", {"mask_ratio": torch.tensor([0.5, 0.5])}, r"mask_ratio must be in \[0, 1\]"),
         ("diffusion", {"gamma": -0.5}, r"gamma must be in \[0, 1\]"),
         (
             "diffusion",
