@@ -84,6 +84,22 @@ def permissions_needed(what: str | None = None) -> contextlib.AbstractContextMan
     return _blame_place(NOT_ALLOWED, what, "")
 
 
+@contextlib.contextmanager
+def start_needs(folder: Path) -> Iterator[None]:
+    """Raise UserError if a block lacks a permission, or room for the files that a start writes.
+
+    For work before the first step, as `permissions_needed`. The message names the file, or else
+    `folder`: an error of writing, as to a full disk, has no name.
+    """
+    try:
+        with permissions_needed():
+            yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise UserError(f"{error.filename or folder}: {error.strerror}") from error
+
+
 def room_needed(what: Path) -> contextlib.AbstractContextManager[None]:
     """Raise UserError, which names what is written, if the disk of a block's results is full.
 

@@ -147,11 +147,13 @@ def drop_steps_after(path: Path, step: int) -> None:
 
     Raises:
         UserError: a line before one that is kept is not a metrics record; names it.
+        OSError: the file cannot be read or written.
     """
     if not path.exists():
         return
+    before = path.read_bytes()
     kept, damaged = [], 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(before.splitlines(keepends=True), 1):
         try:
             is_kept = json.loads(line)["step"] <= step
         except (ValueError, KeyError, TypeError):
@@ -162,7 +164,12 @@ def drop_steps_after(path: Path, step: int) -> None:
             raise UserError(f"{path}, line {damaged}: {text}")
         if is_kept:
             kept.append(line.rstrip() + b"\n")
-    write_atomically(path, b"".join(kept))
+    content = b"".join(kept)
+    # A full disk has no room for another copy of the file, and a run must be able to resume there.
+    if not before.startswith(content):
+        write_atomically(path, content)
+    elif before != content:
+        os.truncate(path, len(content))
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from megavis.checkpoint.state.restore import (
 from megavis.checkpoint.state.save import HostCopies, Snapshot, TrainingProgress, reserve_copies
 from megavis.composition.finetuned import finetuned_of
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UnfinishedError, blame, permissions_needed
+from megavis.config.errors import UnfinishedError, blame, permissions_needed, start_needs
 from megavis.config.schema import RunConfig
 from megavis.config.yaml_tree import leaves
 from megavis.data.loading.blended_dataset import Samples
@@ -143,7 +143,7 @@ class Trainer:
             BadStepsError: bad steps without a permitted rollback.
         """
         config, context = self.config, self.context
-        with permissions_needed():
+        with start_needs(config.folder):
             check_earlier_run(config)
             context.on_main(self.task.check_results)
             found = newest_intact_checkpoint(config.folder, context)

@@ -1,7 +1,9 @@
 """Every JSON that a run writes can be read by any parser, whatever its numbers are."""
 
+import errno
 import json
 import math
+import os
 
 import pytest
 
@@ -109,3 +111,19 @@ def test_a_start_drops_what_a_lost_node_left_after_its_checkpoint(tmp_path, dama
     path.write_bytes(b"".join([*lines[:3], damage, lines[3]]))
     drop_steps_after(path, 2)
     assert path.read_bytes() == b"".join(lines[:2])
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_start_needs_no_room_for_another_copy_of_the_metrics(tmp_path, steps, monkeypatch):
+    """A run could otherwise not resume on an almost full disk, though it has written every line."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n'.encode() for step in range(1, steps + 1)]
+    path.write_bytes(b"".join(lines))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    drop_steps_after(path, 2)
+    assert path.read_bytes() == b"".join(lines[:2])
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]

@@ -1,6 +1,8 @@
 """Training refuses invalid requests with one message and exit code 2 before writing anything."""
 
+import errno
 import gc
+import os
 import shutil
 
 import pytest
@@ -10,6 +12,7 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.grammar.same_run import check_same_run, source_differences
+from megavis.training import run_folder
 
 pytestmark = pytest.mark.once
 
@@ -304,3 +307,16 @@ def test_a_width_of_the_mlp_that_is_given_or_the_default_is_the_same(config):
     )
     run = given.folder
     check_same_run(run / "config.yaml", given)
+
+
+def test_a_start_on_a_full_disk_is_one_sentence(config, capsys, monkeypatch):
+    """As for the lock, so that SLURM waits before it tries again, and the log names the disk."""
+    folder = config.parent / "runs" / "small"
+
+    def full(*_):
+        # What `write` to an open file raises has no name.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder, "write_atomically", full)
+    said = refusal(capsys, config, "training.steps=6")
+    assert said == f"error: {folder}: No space left on device\n"
