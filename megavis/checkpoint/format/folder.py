@@ -213,16 +213,20 @@ def prune(
     """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_at`.
 
     With `regular`, also keep the newest `keep_last` whose step is a multiple of it, since those
-    saved on request may lie close together. Checkpoints that were set aside are deleted once they
-    are older than the newest ones kept.
+    saved on request may lie close together. Checkpoints newer than `latest`, which a killed process
+    may have left, do not count: a run resumes from none of them. Checkpoints that were set aside
+    are deleted once they are older than the newest ones kept.
     """
     latest = latest_checkpoint(run_folder)
     steps = saved_steps(run_folder)
+    usable = [step for step in steps if latest is None or step_folder(run_folder, step) <= latest]
     for folder in (run_folder / "checkpoints").glob(f"step-*{_ASIDE}"):
-        if folder.name < step_folder(run_folder, steps[-keep_last:][0]).name:
+        if folder.name < step_folder(run_folder, usable[-keep_last:][0]).name:
             shutil.rmtree(folder)
-    spaced = [step for step in steps if regular and step % regular == 0]
-    kept = {*steps[-keep_last:], *spaced[-keep_last:], *keep_at}
+    kept = set(keep_at)
+    for known in (steps, usable):
+        spaced = [step for step in known if regular and step % regular == 0]
+        kept.update(known[-keep_last:], spaced[-keep_last:])
     for step in steps:
         folder = step_folder(run_folder, step)
         if step in kept or (keep_every and step % keep_every == 0) or folder == latest:

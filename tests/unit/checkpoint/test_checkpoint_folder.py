@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megavis.checkpoint.format.folder import (
+    checkpoints_by_age,
     latest_checkpoint,
     partial_folder,
     prune,
@@ -171,6 +172,22 @@ def test_prune_keeps_latest(tmp_path):
     (tmp_path / "checkpoints" / "latest").write_text("step-00000001\n")
     prune(tmp_path, keep_last=1, keep_every=0)
     assert saved_steps(tmp_path) == [1, 3]
+
+
+def test_prune_keeps_those_that_a_run_would_fall_back_to(tmp_path):
+    """A kill before `latest` was written has left 300 from before the run resumed at 200."""
+    for step in (100, 200, 300, 250):
+        write_checkpoint(tmp_path, step)
+    prune(tmp_path, keep_last=2, keep_every=0)
+    assert [folder.name for folder in checkpoints_by_age(tmp_path)] == [
+        "step-00000250",
+        "step-00000200",
+    ]
+    shutil.rmtree(tmp_path)
+    for step in (100, 200, 300, 400, 250):
+        write_checkpoint(tmp_path, step)
+    prune(tmp_path, keep_last=1, keep_every=0, regular=100)
+    assert {200, 250} <= set(saved_steps(tmp_path))
 
 
 def test_a_disk_that_flushes_no_folders_holds_a_run(tmp_path, monkeypatch):
