@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
+from megavis.checkpoint.format.folder import saved_steps, set_aside, step_folder
 from megavis.checkpoint.format.manifest import (
     CheckpointManifest,
     LossHistory,
@@ -229,8 +229,9 @@ def roll_back(
 
 def _resume_from(run_folder: Path, folder: Path, changed: CheckpointManifest) -> None:
     """Write the changed manifest. Raises OSError."""
-    older = checkpoints_by_age(run_folder, up_to=changed.step)
-    newer = [one for one in checkpoints_by_age(run_folder) if one not in older]
+    # `latest` may be older than they are: past a damaged checkpoint it names `folder` already.
+    steps = [step for step in saved_steps(run_folder) if step > changed.step]
+    newer = [step_folder(run_folder, step) for step in steps]
     # Do this first: a kill in between leaves a run that repeats the bad steps.
     set_aside(run_folder, newer, newest=folder)
     write_manifest(folder, changed)

@@ -127,6 +127,19 @@ def test_number_of_rollbacks_is_limited(trained, tmp_path, brief_context):
         )
 
 
+def test_rollback_past_a_damaged_checkpoint_drops_those_after_the_bad_steps(
+    trained, tmp_path, brief_context
+):
+    """They hold the bad steps, and would stay among the newest until the run reaches them."""
+    run = tmp_path / "small"
+    shutil.copytree(trained.parent / "small", run)
+    settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
+    (step_folder(run, 2) / "manifest.json").write_text("{")
+    folder, _ = roll_back(run, BadStepStreak(4, 4, next_batch=4), settings, brief_context)
+    assert folder == latest_checkpoint(run) == step_folder(run, 1)
+    assert saved_steps(run) == [1]
+
+
 def test_rollback_requires_enough_kept_checkpoints(trained, tmp_path):
     tree = yaml.safe_load(trained.read_text())
     tree["training"]["max_rollbacks"] = 1
