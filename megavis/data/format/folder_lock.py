@@ -243,7 +243,11 @@ def lock_prefix(name: str) -> str:
 
 
 def holder_of(folder: Path, name: str = "") -> Holder | None:
-    """Return the live holder of a folder's lock, if there is one."""
+    """Return the live holder of a folder's lock, if there is one.
+
+    On another host, a holder that was silent for `SILENCE_SECONDS` by the disk's clock counts as
+    dead; by this host's, which may differ, if the folder cannot be written.
+    """
     locks = _locks(folder, lock_prefix(name))
     if not locks:
         return None
@@ -251,10 +255,13 @@ def holder_of(folder: Path, name: str = "") -> Holder | None:
     holder = locks[path]
     if holder is None or (holder.is_here and holder.has_ended):
         return None
-    with contextlib.suppress(OSError):
-        if holder.is_here or time.time() - path.stat().st_mtime < SILENCE_SECONDS:
-            return holder
-    return None
+    if holder.is_here:
+        return holder
+    try:
+        silence = _age(path)
+    except OSError:
+        silence = time.time() - (_modified(path) or 0) / 1e9
+    return holder if silence < SILENCE_SECONDS else None
 
 
 def _is_dead(path: Path, holder: Holder | None) -> bool:

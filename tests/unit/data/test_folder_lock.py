@@ -1,18 +1,20 @@
 """The run lock admits one job per run folder; tested with real processes and stale locks."""
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
 from megavis.config.errors import UserError
 from megavis.data.format import folder_lock
-from megavis.data.format.folder_lock import FolderLock, Holder
+from megavis.data.format.folder_lock import FolderLock, Holder, holder_of
 
 pytestmark = pytest.mark.once
 
@@ -125,6 +127,31 @@ def test_long_dead_holder_is_replaced_without_waiting(tmp_path, capsys):
     with FolderLock(tmp_path):
         assert locks(tmp_path) == [".lock-2"]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ahead", [-300.0, 0.0, 300.0])
+@pytest.mark.parametrize(("silent", "is_live"), [(0.0, True), (90.0, False)])
+def test_life_of_a_remote_holder_is_judged_by_the_clock_of_the_disk(
+    tmp_path, monkeypatch, ahead, silent, is_live
+):
+    """This host's clock may differ: `runs` would call a run stopped, and slices overwrite it."""
+    path, now = write_lock(tmp_path, host="elsewhere"), time.time()
+    os.utime(path, (now - silent, now - silent))
+    monkeypatch.setattr(time, "time", lambda: now + ahead)
+    assert (holder_of(tmp_path) is not None) is is_live
+    assert locks(tmp_path) == [".lock-1"]
+
+
+@pytest.mark.parametrize(("silent", "is_live"), [(0.0, True), (90.0, False)])
+def test_holder_of_a_folder_that_may_only_be_read(tmp_path, monkeypatch, silent, is_live):
+    path, now = write_lock(tmp_path, host="elsewhere"), time.time()
+    os.utime(path, (now - silent, now - silent))
+
+    def refuse(self, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    assert (holder_of(tmp_path) is not None) is is_live
 
 
 def test_truncated_lock_is_replaced(tmp_path, short):
