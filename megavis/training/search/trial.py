@@ -10,7 +10,12 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megavis.checkpoint.format.folder import checkpoints_by_age, finetuning_file
+from megavis.checkpoint.format.folder import (
+    checkpoints_by_age,
+    early_stopping_file,
+    finetuning_file,
+    saved_steps,
+)
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
@@ -116,21 +121,25 @@ def given_up_at(config: RunConfig) -> int | None:
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:
-    """Return whether the last step is saved and validated and, when fine-tuning, evaluated.
+    """Return whether the last step is saved and validated, and what follows it is written.
 
-    After the last step is saved, a signal may still abort the last validation or precede the
-    evaluation; a restarted run repeats them. A run is not finished if its config has more steps
-    than it has taken.
+    The latter is the evaluation of fine-tuning, or the best step of early stopping. After the last
+    step is saved, a signal may still abort the last validation or precede these; a restarted run
+    repeats them. A run is not finished if its config has more steps than it has taken, unless it
+    stopped early.
     """
     newest = next(iter(checkpoints_by_age(folder)), None)
     step = int(newest.name.removeprefix("step-")) if newest is not None else 0
     records = [record for record in read_metrics(folder) if record["step"] <= step]
     is_over = step >= config.training.steps
-    if config.finetune is not None:
-        # Its report is written last.
-        if not finetuning_file(folder).exists():
+    tunes = config.finetune
+    patience = config.training.patience if tunes is None else tunes.patience
+    if tunes is not None or patience:
+        stopping = EarlyStopping(patience, accuracy_history(records))
+        result = early_stopping_file(folder) if tunes is None else finetuning_file(folder)
+        # It is written last; without a validated checkpoint, early stopping has nothing to write.
+        if not result.exists() and (tunes or stopping.best_of(saved_steps(folder)) is not None):
             return False
-        stopping = EarlyStopping(config.finetune.patience, accuracy_history(records))
         is_over = is_over or stopping.is_over
     validates = config.data.validation is not None and config.training.validate_every
     is_validated = any("validation_loss" in r and r["step"] == step for r in records)

@@ -12,7 +12,9 @@ from tiny import BLOCK_OBJECTIVES, VIT, tiny
 from megavis.checkpoint.format.folder import chosen_checkpoint, saved_steps, step_folder
 from megavis.cli import main
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
 from megavis.training.callbacks.validation import EarlyStopping
+from megavis.training.search.trial import is_finished
 
 pytestmark = pytest.mark.once
 
@@ -61,6 +63,20 @@ def test_stops_and_keeps_the_best_step(train, capsys):
     # Started again, it has already stopped.
     train("training.patience=3")
     assert saved_steps(folder) == [2, 5]
+
+
+def test_a_run_that_stopped_early_is_finished(train):
+    """`evaluate watch` waits for the end, and a search would train it at every start."""
+    folder = train("training.patience=3")
+    config = load_config(folder / "config.yaml").config
+    assert is_finished(config, folder)
+    # A kill came before the best step was recorded.
+    (folder / "evaluation" / "early_stopping.json").unlink()
+    assert not is_finished(config, folder)
+    train("training.patience=3")
+    assert is_finished(config, folder)
+    more = load_config(folder / "config.yaml", ["training.patience=4"]).config
+    assert not is_finished(more, folder)
 
 
 def test_a_best_step_that_cannot_be_printed_is_recorded(train, monkeypatch):
