@@ -140,10 +140,13 @@ class Finetuning:
         patience = self.objective.settings.patience
         self.stopping = EarlyStopping.resume(patience, self.folder, step, context)
         is_extended = step < self.objective.config.training.steps and not self.stopping.is_over
-        if is_extended and context.is_main:
-            for path in self._results.values():
-                path.unlink(missing_ok=True)
-                path.with_suffix(".png").unlink(missing_ok=True)
+        if is_extended:
+            context.on_main(self._remove_results)
+
+    def _remove_results(self) -> None:
+        for path in self._results.values():
+            path.unlink(missing_ok=True)
+            path.with_suffix(".png").unlink(missing_ok=True)
 
     @property
     def _parts(self) -> dict[Part, Subset]:

@@ -1,10 +1,12 @@
 """Evaluation of checkpoints as they appear, by `megavis evaluate watch` or alongside training."""
 
 import csv
+import errno
 import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from small_network import Small
@@ -12,6 +14,7 @@ from small_network import Small
 from megavis.checkpoint.format.folder import step_folder
 from megavis.cli import main
 from megavis.commands import evaluate, evaluate_watch
+from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.section import EvaluationConfig
 from megavis.evaluation.features import cached_features
@@ -224,6 +227,23 @@ def test_end_of_training(watched_config, alone, monkeypatch, capsys, child, fini
     stderr = capsys.readouterr().err
     assert warning in stderr
     assert bool(stderr) == bool(warning)
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_watch_that_cannot_start_ends_every_process(watched_config, alone, monkeypatch, is_main):
+    """The others would wait for the main one, which has ended."""
+
+    def full(folder, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    # The main process's error comes to all with the next thing that they ask it for.
+    monkeypatch.setattr(type(alone), "is_main", is_main)
+    monkeypatch.setattr(type(alone), "on_main", lambda _, compute: compute())
+    message = f"{watched_config.folder / 'evaluation'}: No space left on device"
+    with pytest.raises(UserError) as error, validation.evaluate_during(watched_config, alone):
+        pytest.fail("training began")
+    assert str(error.value) == message
 
 
 def test_training_errors_kill_the_watch(watched_config, alone, monkeypatch):

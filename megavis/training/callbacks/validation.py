@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megavis.composition.trainable import Trainable
-from megavis.config.errors import UserError
+from megavis.config.errors import UserError, start_needs
 from megavis.config.schema import RunConfig
 from megavis.config.section import EvaluationConfig
 from megavis.data.format.files import make_within
@@ -302,33 +302,49 @@ def evaluate_during(config: RunConfig, context: ParallelContext) -> Iterator[Non
 
     At the end, all processes wait for the newest checkpoint's metrics, at most
     `evaluation.finish_within` seconds; after an error or a signal, they do not wait.
+
+    Raises:
+        UserError: on every process, if the run folder has no room or may not be written.
+        OSError: likewise, if the evaluation cannot start.
     """
-    if config.evaluation is None:
+    settings = config.evaluation
+    if settings is None:
         yield
         return
-    if not context.is_main:
+    started: list[subprocess.Popen[bytes]] = []
+    with start_needs(config.folder):
+        context.on_main(lambda: started.append(_start(config, settings)))
+    if not started:
         yield
         # Launchers end a process that outlives the others: srun does so after a minute.
         while not context.from_main(True):
             time.sleep(_POLL_SECONDS)
         return
-    folder = config.folder
-    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
-    path = folder / "evaluation" / LOG_NAME
-    with path.open("ab") as log:
-        child = subprocess.Popen(  # noqa: S603 - our own command
-            watch_command(folder, config.evaluation, seed=config.seed),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=_environment(config.evaluation),
-        )
+    [child], path = started, _log_of(config)
     try:
         yield
-        _finish(child, path, context, within=config.evaluation.finish_within)
+        _finish(child, path, context, within=settings.finish_within)
     finally:
         child.kill()
         child.wait()
+
+
+def _start(config: RunConfig, settings: EvaluationConfig) -> subprocess.Popen[bytes]:
+    """Start the child process. Raises OSError."""
+    path = _log_of(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        return subprocess.Popen(  # noqa: S603 - our own command
+            watch_command(config.folder, settings, seed=config.seed),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=_environment(settings),
+        )
+
+
+def _log_of(config: RunConfig) -> Path:
+    return config.folder / "evaluation" / LOG_NAME
 
 
 def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> list[str]:
