@@ -97,19 +97,27 @@ class MetricsWriter:
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics to the last line if it belongs to this step, or write a new line.
 
+        Warns if the disk fails; the line is then written with the next one.
+
         Raises:
-            OSError: the file cannot be read or written.
+            OSError: the file cannot be read.
         """
-        written = self._path.read_bytes()[: self._size].decode()
-        lines = [*written.splitlines(keepends=True), *self._pending]
+        written = self._path.read_bytes()[: self._size] if self._path.exists() else b""
+        lines = [*written.splitlines(keepends=True), *(line.encode() for line in self._pending)]
         last = from_json(lines[-1]) if lines else {}
         if last.get("step") != step:
             self.write(step, values)
             return
         last.update(values)
-        write_atomically(self._path, "".join([*lines[:-1], to_json(last) + "\n"]).encode())
-        self._size = self._path.stat().st_size
-        self._pending.clear()
+        line = to_json(last) + "\n"
+        if not self._pending:
+            # The next line is written from there on.
+            self._size -= len(lines[-1])
+        self._pending[-1:] = [line]
+        with self._warn_on_error():
+            write_atomically(self._path, b"".join([*lines[:-1], line.encode()]))
+            self._size = self._path.stat().st_size
+            self._pending.clear()
         self._show(step, values)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:

@@ -1,8 +1,10 @@
 """`metrics.jsonl` of an interrupted run equals that of an uninterrupted one."""
 
 import contextlib
+import errno
 import io
 import json
+import os
 import resource
 import shutil
 import sys
@@ -118,6 +120,38 @@ def test_no_line_is_lost_on_a_full_disk(tmp_path, limit, steps):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert [line["step"] for line in lines if "validation_loss" in line] == [steps - 1]
+
+
+def test_a_repeated_validation_waits_for_a_full_disk(tmp_path, monkeypatch, capsys):
+    """A resumed run must not end for a line that it can write later."""
+    path, flush = tmp_path / "metrics.jsonl", os.fsync
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n')
+    writer = MetricsWriter(tmp_path, first_step=2, logging=())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    writer.amend(2, {"validation_loss": 4.0})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    writer.amend(2, {"validation_accuracy": 0.5})
+    monkeypatch.setattr(os, "fsync", flush)
+    assert "WARNING: metrics are not written: [Errno 28]" in capsys.readouterr().err
+    writer.write(3, {"loss": 3.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0, "validation_loss": 4.0, "validation_accuracy": 0.5},
+        {"step": 3, "loss": 3.0},
+    ]
+
+
+def test_a_run_whose_metrics_were_left_behind_can_be_validated_again(tmp_path):
+    """A run folder may be copied with its checkpoints alone."""
+    writer = MetricsWriter(tmp_path, first_step=2, logging=())
+    writer.amend(2, {"validation_loss": 4.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 2, "validation_loss": 4.0}]
 
 
 def test_log_on_a_full_disk_does_not_end_a_run(trained, tmp_path, monkeypatch):
