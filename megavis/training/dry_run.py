@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.folder import checkpoints_by_age
 from megavis.checkpoint.format.manifest import read_manifest
 from megavis.composition.trainable import Trainable
 from megavis.config.checks import require_world
@@ -199,7 +199,7 @@ def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
     try:
         check_earlier_run(run.config)
         folder = run.config.folder
-        checkpoint = latest_checkpoint(folder)
+        checkpoint = next(iter(checkpoints_by_age(folder)), None)
         if checkpoint is None:
             return DryRunCheck("resume", True, f"{folder} has no checkpoint: starts at step 0")
         manifest = read_manifest(checkpoint)

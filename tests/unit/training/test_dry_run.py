@@ -94,6 +94,19 @@ def test_dry_run_checks_the_checkpoint_to_resume(lines, tiny_config):
     assert f"{file}: missing, or not of " in found[-1]
 
 
+@pytest.mark.parametrize("named", [None, "step-00000009"])
+def test_dry_run_finds_the_checkpoint_that_training_would(lines, tiny_config, tmp_path, named):
+    """A loss of power may leave no `latest`, or one that names a folder which is gone."""
+    words = [f"output={tmp_path}", *SHORT]
+    assert main(["train", str(tiny_config), *words]) == 0
+    pointer = tmp_path / "tiny" / "checkpoints" / "latest"
+    pointer.unlink()
+    if named is not None:
+        pointer.write_text(named)
+    code, found = lines(tiny_config, *words)
+    assert (code, found[-1].endswith("step-00000004: resumes from step 4")) == (0, True)
+
+
 def test_processes_option_requires_dry_run(tiny_config, capsys):
     assert main(["train", str(tiny_config), "--processes", "4"]) == 2
     assert "applies only to --dry-run" in capsys.readouterr().err
