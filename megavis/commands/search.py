@@ -30,6 +30,7 @@ from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.evaluation.results import ClassAccuracy, FinetuneResult, SweepScore
 from megavis.notebook import Run
 from megavis.parallel.launch import read_launch
+from megavis.training.faults.interruption import forgiving_messages
 from megavis.training.job import open_job
 from megavis.training.metrics import read_metrics
 from megavis.training.search.learning_rate import (
@@ -57,6 +58,7 @@ _MEASURES = {
 }
 
 
+@forgiving_messages()
 def search_rate(args: argparse.Namespace) -> int:
     """Search; return 1 if no run finished."""
     loaded = args.loaded
@@ -86,6 +88,7 @@ def _tell(outcome: TrialResult) -> None:
     sys.stdout.flush()
 
 
+@forgiving_messages()
 def sweep(args: argparse.Namespace) -> int:
     """Train the selected runs, then plot if this is one process."""
     loads = [partial(_load, args.config, args.overrides)]

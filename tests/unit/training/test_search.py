@@ -1,10 +1,13 @@
 """Learning-rate search: stopping, abandoned runs, selection and resume."""
 
+import contextlib
 import csv
 import json
 import math
 import shutil
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -14,6 +17,13 @@ from megavis.training.engine import Engine
 from megavis.training.search.learning_rate import is_lost
 
 pytestmark = pytest.mark.once
+GRID = [
+    "--grid",
+    "optimizer.learning_rate=1e-2,1e-3",
+    "--measure",
+    "loss",
+    "training.validate_every=1",
+]
 
 
 @pytest.fixture
@@ -103,6 +113,21 @@ def test_search_descends_until_the_loss_rises(config, capsys):
     assert search(config, "--rates", ",".join(rates), "schedule.decay=constant") == 2
     message = capsys.readouterr().err
     assert "this run was trained with schedule.decay cosine, not constant" in message
+
+
+@pytest.mark.parametrize("command", [["search-lr", "--rates", "1e-2,1e-3"], ["sweep", *GRID]])
+def test_a_log_on_a_full_disk_ends_no_search(config, monkeypatch, command):
+    """Else a launcher starts it again after each of its runs."""
+    short = ["training.steps=1", "schedule.warmup_steps=0", "--device", "cpu"]
+    with Path("/dev/full").open("w", buffering=1) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        code = main([command[0], str(config), *short, *command[1:]])
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            output.close()
+    assert code == 0
+    [found] = config.parent.glob("runs/small-s*/*.csv")
+    assert len(found.read_text().splitlines()) == 3
 
 
 def test_finetuning_with_early_stopping_is_selected_by_accuracy(config):
