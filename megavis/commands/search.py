@@ -98,14 +98,7 @@ def sweep(args: argparse.Namespace) -> int:
     if args.count:
         sys.stdout.write(f"{len(points)}\n")
         return 0
-    if any(run.config.data.validation is None for run in points[0].runs):
-        raise UserError("a sweep compares runs on held-out images: set data.validation")
-    tuned = points[0].runs[-1].config.finetune
-    if args.measure == "probe" and tuned is not None and not tuned.gives_features:
-        text = "--measure probe needs features of whole images, which finetune.task"
-        raise UserError(f"{text} {tuned.task} does not give; use accuracy or loss")
-    if args.measure == "test" and (tuned is None or tuned.task != "classes"):
-        raise UserError("--measure test needs a last config that fine-tunes on classes")
+    _check_measure(points, args.measure)
     launch = read_launch(os.environ)
     if not args.plot:
         for point in _chosen(points, args.index):
@@ -115,6 +108,22 @@ def sweep(args: argparse.Namespace) -> int:
             sys.stdout.write("trained; plot with --plot, on one process\n")
         return 0
     return _plot(points, args)
+
+
+def _check_measure(points: Sequence[Point], measure: str) -> None:
+    """Raise UserError if the runs of a grid could not be compared by a measure."""
+    if any(run.config.data.validation is None for run in points[0].runs):
+        raise UserError("a sweep compares runs on held-out images: set data.validation")
+    tuned = points[0].runs[-1].config.finetune
+    if measure == "probe" and tuned is not None and not tuned.gives_features:
+        text = "--measure probe needs features of whole images, which finetune.task"
+        raise UserError(f"{text} {tuned.task} does not give; use accuracy or loss")
+    if measure == "test" and (tuned is None or tuned.task != "classes"):
+        raise UserError("--measure test needs a last config that fine-tunes on classes")
+    last = [point.runs[-1].config.training for point in points]
+    if measure in ("accuracy", "loss") and not all(each.validate_every for each in last):
+        text = "needs validation during training: set training.validate_every"
+        raise UserError(f"--measure {measure} {text}")
 
 
 def _load(path: str, overrides: Sequence[str], words: Sequence[str]) -> LoadedConfig:
@@ -151,6 +160,9 @@ def _plot(points: Sequence[Point], args: argparse.Namespace) -> int:
         point.check()
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
     if all(map(math.isnan, scores)):
+        what = _MEASURES[args.measure]
+        if any(point.is_finished for point in points):
+            raise UserError(f"the finished runs of the grid have no {what}; use another --measure")
         raise UserError("no run of the grid is finished yet, so there is nothing to plot")
     # The grid's name is the common prefix of its runs' names.
     config = points[0].runs[-1].config

@@ -137,6 +137,23 @@ def test_runs_of_a_sweep_are_evaluated_like_others(config, monkeypatch):
     assert evaluated == [("tiny-seed-3", ("loss",))]
 
 
+@pytest.mark.parametrize("measure", ["loss", "accuracy"])
+def test_a_score_that_training_does_not_measure_is_refused_before(config, capsys, measure):
+    """Not after hours of training, and as if the runs were not finished."""
+    words = [*GRID, "--measure", measure, "training.validate_every=0"]
+    assert main(["sweep", str(config), *words]) == 2
+    message = f"--measure {measure} needs validation during training"
+    assert message in capsys.readouterr().err
+    assert not list(config.parent.glob("tiny*"))
+
+
+def test_a_score_that_a_paper_does_not_measure_is_named(config, capsys):
+    command = ["sweep", str(config), "--grid", "seed=3", "--device", "cpu"]
+    assert main([*command, "--measure", "accuracy"]) == 2
+    assert "the finished runs of the grid have no validation accuracy" in capsys.readouterr().err
+    assert main([*command, "--measure", "loss", "--plot"]) == 0
+
+
 def test_index_out_of_range_is_refused(config, capsys):
     assert main(["sweep", str(config), *GRID, "--index", "4"]) == 2
     assert "the grid has runs 0 to 3" in capsys.readouterr().err
