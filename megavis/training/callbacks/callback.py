@@ -205,6 +205,7 @@ class ReportReplacedSamples:
         # Samples of wrong length are known on every process from the start.
         self._known = len(data.skipped_names)
         self._named: set[str] = set() if context.is_main else set(data.skipped_names)
+        self._room = _MAX_NAMED
 
     def __call__(self, state: StepState) -> None:
         """Report if due. Collective over all processes."""
@@ -218,11 +219,12 @@ class ReportReplacedSamples:
             state.record["samples_replaced"] = total
 
     def _report(self, names: list[str]) -> None:
-        room = max(0, _MAX_NAMED - len(self._named))
-        for name in names[:room]:
+        for name in names[: max(0, self._room)]:
             tqdm.write(f"data: {name}; replaced by the next valid sample", sys.stderr)
-        if 0 < room < len(names):
+        if 0 <= self._room < len(names):
             tqdm.write("data: further replaced samples are counted, not named", sys.stderr)
+        # Below 0 once that is said.
+        self._room -= len(names)
         self._named.update(names)
 
 
