@@ -18,7 +18,12 @@ import numpy as np
 import torch
 import yaml
 
-from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.format.folder import (
+    latest_checkpoint,
+    saved_steps,
+    step_folder,
+    watched_file,
+)
 from megavis.commands.evaluate import device_of
 from megavis.commands.opening import (
     feature_cache,
@@ -52,7 +57,6 @@ from megavis.notebook import Run
 from megavis.sampling.pictures import Gallery, save_png
 from megavis.training.search.trial import is_finished
 
-RESULTS_NAME = "watch.jsonl"
 _KEYS = {"loss": "validation_loss", "probe": "probe_accuracy", "neighbors": "neighbors_accuracy"}
 """Number that a measure records."""
 _NEIGHBORS = 20
@@ -82,7 +86,9 @@ def _watch(args: argparse.Namespace) -> None:
         for step, what in _waiting_steps(args, distance, seen):
             seen.add(step)
             if (record := _measured(args, step, what, distance)) is None:
-                sys.stdout.write(f"step {step} was pruned before it was read\n")
+                sys.stdout.write(
+                    f"step {step} was pruned, or rolled back, before it was evaluated\n"
+                )
             else:
                 _keep(args.run_folder, record)
         if is_last_look:
@@ -95,12 +101,14 @@ def _waiting_steps(
     args: argparse.Namespace, distance: SampleFID | None, seen: set[int]
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the steps of checkpoints to evaluate, and what to measure, polling after each."""
-    path = args.run_folder / "evaluation" / RESULTS_NAME
+    path = watched_file(args.run_folder)
     wanted = WatchedCheckpoint(step=0, seconds=0.0, **_settings(args)).settings
     while True:
         records = WatchedCheckpoint.read(path) if path.exists() else []
         records = [record for record in records if record.settings == wanted]
         newest, last = _newest_step(args.run_folder), _last_step(args.run_folder)
+        # A run that rolls back takes steps again.
+        seen.intersection_update(saved_steps(args.run_folder))
         missing = (
             (step, _missing(args, step, records, distance))
             for step in saved_steps(args.run_folder)
@@ -178,7 +186,7 @@ def _wait(args: argparse.Namespace) -> bool:
 def _measured(
     args: argparse.Namespace, step: int, what: Sequence[str], distance: SampleFID | None
 ) -> WatchedCheckpoint | None:
-    """Evaluate a checkpoint; None if it was pruned meanwhile."""
+    """Evaluate a checkpoint; None if it was pruned, or the run rolled back, meanwhile."""
     began = time.perf_counter()
     try:
         opened = open_run(args.run_folder, step=step, device=args.device, precision=args.precision)
@@ -193,6 +201,8 @@ def _measured(
         if step_folder(args.run_folder, step).is_dir():
             raise
         return None
+    if 0 <= _newest_step(args.run_folder) < step:
+        return None  # the run has rolled back
     return WatchedCheckpoint(
         step=step,
         **numbers,
@@ -207,9 +217,9 @@ def _keep(run_folder: Path, record: WatchedCheckpoint) -> None:
     words += f" | {record.distance_of}" if record.distance_of else ""
     sys.stdout.write(f"step {record.step}: {words}\n")
     sys.stdout.flush()
-    folder = run_folder / "evaluation"
-    folder.mkdir(exist_ok=True)
-    record.append(folder / RESULTS_NAME)
+    path = watched_file(run_folder)
+    path.parent.mkdir(exist_ok=True)
+    record.append(path)
     events = _events(run_folder)
     for name, value in record.numbers.items():
         events.add_scalar(record.step, f"evaluation/{name}", value)

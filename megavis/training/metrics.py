@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
+from megavis.checkpoint.format.folder import watched_file
 from megavis.config.errors import UserError
 from megavis.config.section import DashboardKind
 from megavis.data.format.files import append, from_json, to_json, write_atomically
@@ -148,7 +149,7 @@ class MetricsWriter:
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Truncate `metrics.jsonl` after a step, and drop damaged lines there.
+    """Drop the lines of `metrics.jsonl` after a step, and damaged ones there.
 
     A kill leaves an incomplete last line. A node that loses its power may leave any of the latest
     lines damaged: a disk may have written later pages of the file and not earlier ones.
@@ -178,6 +179,15 @@ def drop_steps_after(path: Path, step: int) -> None:
         write_atomically(path, content)
     elif before != content:
         os.truncate(path, len(content))
+
+
+def drop_watched(run_folder: Path, step: int) -> None:
+    """Drop what `megavis evaluate watch` has measured after a step. Raises OSError.
+
+    A damaged file is left to it, which names the line.
+    """
+    with contextlib.suppress(UserError):
+        drop_steps_after(watched_file(run_folder), step)
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

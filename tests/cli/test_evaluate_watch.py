@@ -22,7 +22,7 @@ from megavis.evaluation.results import WatchedCheckpoint
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.training.callbacks import validation
-from megavis.training.metrics import read_json_lines
+from megavis.training.metrics import drop_watched, read_json_lines
 
 pytestmark = pytest.mark.once
 FEW = ["--train-images", "100", "--validation-images", "40"]
@@ -131,8 +131,47 @@ def test_pruned_checkpoint_is_skipped(copied, monkeypatch, capsys):
 
     monkeypatch.setattr(tensor_reader.CheckpointReader, "__init__", prune_first)
     assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 0
-    assert "step 4 was pruned before it was read" in capsys.readouterr().out
+    assert "step 4 was pruned, or rolled back, before it was evaluated" in capsys.readouterr().out
     assert [line["step"] for line in measured(copied)] == [8, 12]
+
+
+def test_what_a_rollback_has_dropped_is_evaluated_again(copied, monkeypatch):
+    """The run takes these steps again, with other images."""
+    aside, looks = copied / "aside", []
+
+    def roll_back_and_train_again(_):
+        looks.append([line["step"] for line in measured(copied)])
+        if len(looks) == 1:
+            aside.mkdir()
+            for step in (8, 12):
+                folder = step_folder(copied, step)
+                folder.rename(aside / folder.name)
+            (copied / "checkpoints" / "latest").write_text("step-00000004\n")
+            drop_watched(copied, 4)
+        else:
+            for folder in aside.iterdir():
+                folder.rename(copied / "checkpoints" / folder.name)
+            (copied / "checkpoints" / "latest").write_text("step-00000012\n")
+        return len(looks) == 2
+
+    monkeypatch.setattr(evaluate_watch, "_wait", roll_back_and_train_again)
+    assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 0
+    assert looks == [[4, 8, 12], [4]]
+    assert [line["step"] for line in measured(copied)] == [4, 8, 12]
+
+
+def test_what_a_rollback_drops_during_its_evaluation_is_not_kept(copied, monkeypatch):
+    pick, latest = evaluate_watch.CheckpointMeasures.numbers, copied / "checkpoints" / "latest"
+
+    def roll_back(self, name):
+        if self.opened.step == 12:
+            latest.write_text("step-00000008\n")
+        return pick(self, name)
+
+    monkeypatch.setattr(evaluate_watch.CheckpointMeasures, "numbers", roll_back)
+    monkeypatch.setattr(evaluate_watch, "_wait", lambda _: True)
+    assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 0
+    assert [line["step"] for line in measured(copied)] == [4, 8]
 
 
 def test_damaged_checkpoint_is_an_error(copied, capsys):

@@ -106,6 +106,11 @@ def finetuning_file(run_folder: Path) -> Path:
     return run_folder / "evaluation" / "finetune_test.json"
 
 
+def watched_file(run_folder: Path) -> Path:
+    """Return the file of what `megavis evaluate watch` has measured, a line per checkpoint."""
+    return run_folder / "evaluation" / "watch.jsonl"
+
+
 def early_stopping_file(run_folder: Path) -> Path:
     """Return the file that names the best step of pre-training with `training.patience`."""
     return run_folder / "evaluation" / "early_stopping.json"

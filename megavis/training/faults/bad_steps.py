@@ -33,7 +33,7 @@ from megavis.config.schema import CheckpointConfig, TrainingConfig
 from megavis.parallel.agreement import DelayedMean
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
-from megavis.training.metrics import MetricsWriter, read_metrics
+from megavis.training.metrics import MetricsWriter, drop_watched, read_metrics
 
 # For a normal distribution, the standard deviation over the median distance from the median.
 _DEVIATION = 1.4826
@@ -234,6 +234,7 @@ def _resume_from(run_folder: Path, folder: Path, changed: CheckpointManifest) ->
     newer = [step_folder(run_folder, step) for step in steps]
     # Do this first: a kill in between leaves a run that repeats the bad steps.
     set_aside(run_folder, newer, newest=folder)
+    drop_watched(run_folder, changed.step)
     write_manifest(folder, changed)
     sys.stderr.write(
         f"WARNING: rolling back to {folder}, and continuing with batch"

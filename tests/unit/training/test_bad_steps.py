@@ -135,9 +135,13 @@ def test_rollback_past_a_damaged_checkpoint_drops_those_after_the_bad_steps(
     shutil.copytree(trained.parent / "small", run)
     settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
     (step_folder(run, 2) / "manifest.json").write_text("{")
+    (run / "evaluation").mkdir()
+    watched = run / "evaluation" / "watch.jsonl"
+    watched.write_text('{"step": 1}\n{"step": 3}\n{"step": 1, "seed": 2}\n')
     folder, _ = roll_back(run, BadStepStreak(4, 4, next_batch=4), settings, brief_context)
     assert folder == latest_checkpoint(run) == step_folder(run, 1)
     assert saved_steps(run) == [1]
+    assert watched.read_text() == '{"step": 1}\n{"step": 1, "seed": 2}\n'
 
 
 def test_rollback_requires_enough_kept_checkpoints(trained, tmp_path):
