@@ -18,6 +18,7 @@ from megavis.data.format.files import write_atomically
 from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.callback import StepState
+from megavis.training.provenance import read_starts
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """SLURM sends one of the first two before it reclaims the nodes; Ctrl-C is the third."""
@@ -105,6 +106,8 @@ class StopOnSignal:
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
     """Count automatic starts in the run folder; others reset the count. Called on every process.
 
+    The run's first start, which `record_start` has recorded, is no restart.
+
     Raises GivenUpError on every process after `limit` restarts from the checkpoint of `first_step`.
     """
     context.on_main(lambda: _count(run_folder / RECORD_NAME, first_step, limit))
@@ -120,7 +123,9 @@ def is_automatic(environment: Mapping[str, str]) -> bool:
 
 
 def _count(record: Path, first_step: int, limit: int) -> None:
-    if not is_automatic(os.environ):
+    # A job that has been restarted may start the next run of a sweep, or one that it had not begun.
+    is_first = len(read_starts(record.parent)) == 1
+    if is_first or not is_automatic(os.environ):
         # The cause of earlier failures may have been removed before a manual start.
         record.unlink(missing_ok=True)
         return

@@ -20,6 +20,7 @@ from megavis.parallel.launch import read_launch
 from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.validation import Validate
 from megavis.training.faults.interruption import Signals, count_restart, is_automatic
+from megavis.training.provenance import record_start
 
 
 @pytest.fixture
@@ -52,6 +53,16 @@ def test_ctrl_c_is_received_where_it_cannot_be_answered(monkeypatch):
             patch.setattr(os, "write", full)
             signal.raise_signal(signal.SIGINT)
         assert signals.received
+
+
+def test_the_first_start_of_a_run_is_no_restart(context, tmp_path, monkeypatch):
+    """A job that SLURM has queued again starts the next run of a sweep, or one it had not begun."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    record_start(tmp_path, 0)
+    count_restart(tmp_path, 0, 0, context)
+    record_start(tmp_path, 0)
+    with pytest.raises(GivenUpError, match="restarted 0 times"):
+        count_restart(tmp_path, 0, 0, context)
 
 
 def test_restarts_without_progress_are_limited(context, tmp_path, monkeypatch):
