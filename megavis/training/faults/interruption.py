@@ -119,7 +119,7 @@ def count_restart(run_folder: Path, first_step: int, limit: int, context: Parall
 def is_automatic(environment: Mapping[str, str]) -> bool:
     """Return whether SLURM, torchrun or the launch scripts restarted this job automatically."""
     counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "MEGAVIS_RESTART_COUNT")
-    return any(int(environment.get(name, "0")) > 0 for name in counts)
+    return any(int(environment.get(name) or 0) > 0 for name in counts)
 
 
 def _count(record: Path, first_step: int, limit: int) -> None:

@@ -180,6 +180,7 @@ def test_record_cut_by_a_power_failure_counts_as_absent(context, tmp_path, monke
         ({"SLURM_RESTART_COUNT": "2"}, True),
         ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
         ({"MEGAVIS_RESTART_COUNT": "0"}, False),
+        ({"MEGAVIS_RESTART_COUNT": ""}, False),
         ({"MEGAVIS_RESTART_COUNT": "1"}, True),
     ],
 )
