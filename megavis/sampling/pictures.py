@@ -32,7 +32,6 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer, write_atomically
 from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
-from megavis.parallel.context import ParallelContext
 from megavis.sampling.batches import Batches
 from megavis.sampling.sampler import Sampler, settings_of
 
@@ -43,6 +42,7 @@ _VISIBLE_SIDE = 128
 _LINE = 2
 _LINE_SHADE = 255
 _HIDDEN_SHADE = 127
+_SETTINGS = "settings.json"
 
 
 Draw = Callable[[Tensor], Tensor]
@@ -299,20 +299,19 @@ def write_npz(
         torch.OutOfMemoryError: see `Batches.run`.
     """
     folder, context = path.with_name(f"{path.name}.parts"), batches.context
-    kept = folder / "settings.json"
     if batches.size is None:
         # Parts are named by their first image, so a job that resumes needs the size of the
         # interrupted one.
-        batches.size = context.on_main(lambda: _batch_size(kept))
+        batches.size = context.on_main(lambda: _batch_size(folder))
     batch_size = batches.choose(draw, num_images)
     wanted = json.dumps({**settings, "num_images": num_images, "batch_size": batch_size})
-    _check_settings(kept, wanted, context)
     starts = range(0, num_images, batch_size)
-    # All processes list before any writes: those that share layers must run the same batches.
-    missing = [start for start in starts if not _part(folder, start).exists()]
-    context.barrier()
+    sizes = {start: min(batch_size, num_images - start) for start in starts}
+    # One process lists for all, since a node may see an outdated folder: between them they must run
+    # all batches, and those that share layers the same ones.
+    missing = context.on_main(lambda: _missing(folder, sizes, wanted))
     for start in missing[context.data.rank :: context.data.size]:
-        images = batches.run(draw, torch.arange(start, min(start + batch_size, num_images)))
+        images = batches.run(draw, torch.arange(start, start + sizes[start]))
         if context.tensor.rank == context.context.rank == 0:
             with atomic_writer(_part(folder, start)) as file:
                 np.save(file, images.cpu().numpy())
@@ -326,21 +325,34 @@ def write_npz(
     context.barrier()
 
 
-def _batch_size(path: Path) -> int | None:
-    """Return the batch size in a settings file, or None if there is none."""
+def _batch_size(folder: Path) -> int | None:
+    """Return the batch size of the parts in a folder, or None if there are none."""
+    path = folder / _SETTINGS
     return int(json.loads(path.read_text())["batch_size"]) if path.exists() else None
 
 
-def _check_settings(path: Path, wanted: str, context: ParallelContext) -> None:
-    if context.is_main and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+def _missing(folder: Path, sizes: Mapping[int, int], wanted: str) -> list[int]:
+    """Return the first images of the parts that are not in a folder yet; create it if needed.
+
+    Args:
+        sizes: images of each part by its first one.
+        wanted: the settings that determine the images, as JSON.
+
+    Raises:
+        UserError: the folder holds parts of other settings.
+    """
+    path = folder / _SETTINGS
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, wanted.encode())
-    context.barrier()
     if path.read_text() != wanted:
         raise UserError(
-            f"{path.parent} holds images generated with other settings ({path.read_text()});"
+            f"{folder} holds images generated with other settings ({path.read_text()});"
             " delete it or choose another file"
         )
+    # Not by asking for each: a network disk then remembers for a while that there is none.
+    found = {each.name for each in folder.iterdir()}
+    return [start for start in sizes if _part(folder, start).name not in found]
 
 
 def _part(folder: Path, start: int) -> Path:
