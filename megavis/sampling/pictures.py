@@ -32,6 +32,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import atomic_writer, write_atomically
 from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
+from megavis.parallel.context import set_timeouts
 from megavis.sampling.batches import Batches
 from megavis.sampling.sampler import Sampler, settings_of
 
@@ -43,6 +44,8 @@ _LINE = 2
 _LINE_SHADE = 255
 _HIDDEN_SHADE = 127
 _SETTINGS = "settings.json"
+_PATIENCE = 24 * 3600.0
+"""Seconds that a process waits for others, which may have a batch more, or join a large file."""
 
 
 Draw = Callable[[Tensor], Tensor]
@@ -315,6 +318,7 @@ def write_npz(
         if context.tensor.rank == context.context.rank == 0:
             with atomic_writer(_part(folder, start)) as file:
                 np.save(file, images.cpu().numpy())
+    set_timeouts(_PATIENCE)
     # All parts must exist before the first process reads them.
     context.barrier()
     if context.is_main:

@@ -1,27 +1,32 @@
 """Processes that generate the images of one `.npz` together."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megavis.parallel.context import close_context, open_context
+from megavis.parallel.context import close_context, open_context, set_timeouts
 from megavis.sampling.batches import Batches
 from megavis.sampling.pictures import write_npz
 
 pytestmark = pytest.mark.once
 
 
-def write(launch, folder, is_outdated):
+def write(launch, folder, is_outdated, seconds=0.0):
     """Write ten images in batches of two; return the first images of those that were drawn.
 
-    `is_outdated`: rank 1 sees no part that exists.
+    `is_outdated`: rank 1 sees no part that exists. `seconds`: of a batch on rank 1, more than a
+    collective may take.
     """
     context, drawn = open_context(launch, device="cpu"), []
 
     def draw(numbers):
         drawn.append(int(numbers[0]))
+        if seconds:
+            set_timeouts(seconds / 2)
+        time.sleep(seconds * launch.rank)
         return numbers[:, None] * 10
 
     with pytest.MonkeyPatch.context() as patched:
@@ -52,4 +57,9 @@ def test_a_node_that_sees_an_outdated_folder(run_job, tmp_path):
     (parts / "settings.json").write_text(json.dumps({"num_images": 10, "batch_size": 2}))
     np.save(parts / "000000000.npy", np.array([[0], [10]]))
     assert run_job(write, 2, str(tmp_path), True) == [[2, 6], [4, 8]]
+    check_written(tmp_path)
+
+
+def test_a_process_waits_for_a_slower_one(run_job, tmp_path):
+    assert run_job(write, 2, str(tmp_path), False, 0.5) == [[0, 4, 8], [2, 6]]
     check_written(tmp_path)
