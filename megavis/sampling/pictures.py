@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torch import Tensor
 from megavis.composition.model import generator_of
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.format.files import atomic_writer, write_atomically
+from megavis.data.format.files import atomic_writer, flush_folder, write_atomically
 from megavis.data.loading.loader import Batch
 from megavis.model.inference import Inference
 from megavis.parallel.context import set_timeouts
@@ -322,10 +323,10 @@ def write_npz(
     # All parts must exist before the first process reads them.
     context.barrier()
     if context.is_main:
-        joined = np.concatenate([np.load(_part(folder, start)) for start in starts])
-        with atomic_writer(path) as file:
-            np.savez(file, arr_0=joined)
-        shutil.rmtree(folder)
+        _join([_part(folder, start) for start in starts], num_images, path)
+        # Parts without settings belong to no file, should a signal come before all are deleted.
+        (folder / _SETTINGS).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
     context.barrier()
 
 
@@ -348,6 +349,8 @@ def _missing(folder: Path, sizes: Mapping[int, int], wanted: str) -> list[int]:
     path = folder / _SETTINGS
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
+        for part in folder.glob("*.npy"):
+            part.unlink()
         write_atomically(path, wanted.encode())
     if path.read_text() != wanted:
         raise UserError(
@@ -357,6 +360,26 @@ def _missing(folder: Path, sizes: Mapping[int, int], wanted: str) -> list[int]:
     # Not by asking for each: a network disk then remembers for a while that there is none.
     found = {each.name for each in folder.iterdir()}
     return [start for start in sizes if _part(folder, start).name not in found]
+
+
+def _join(parts: Sequence[Path], num_images: int, path: Path) -> None:
+    """Write what `np.savez` would of the arrays of all parts, with one of them in memory."""
+    # Among the parts, so that what an interruption leaves is deleted with them.
+    whole = parts[0].with_name(path.name)
+    with (
+        atomic_writer(whole) as file,
+        zipfile.ZipFile(file, "w") as archive,
+        archive.open("arr_0.npy", "w", force_zip64=True) as member,
+    ):
+        for part in parts:
+            array = np.load(part)
+            if part == parts[0]:
+                header = np.lib.format.header_data_from_array_1_0(array)
+                header["shape"] = (num_images, *array.shape[1:])
+                np.lib.format.write_array_header_1_0(member, header)
+            member.write(array.tobytes())
+    whole.replace(path)
+    flush_folder(path.parent)
 
 
 def _part(folder: Path, start: int) -> Path:

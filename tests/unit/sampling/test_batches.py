@@ -1,7 +1,10 @@
 """The number of images that are generated at once."""
 
 import dataclasses
+import io
 import json
+import shutil
+import tracemalloc
 import weakref
 from itertools import product
 
@@ -250,6 +253,51 @@ def test_a_resumed_file_halves_batches_of_a_larger_device(batches, tmp_path):
     write_npz(path, memory.draw, batches=batches(memory), num_images=20, settings={})
     assert memory.sizes == [8, 4, 4, 4, 4, 4]
     assert np.array_equal(np.load(path)["arr_0"], 10 * np.arange(20)[:, None])
+
+
+def test_a_half_deleted_folder_lends_no_part_to_other_images(
+    batches, context, tmp_path, monkeypatch
+):
+    path, memory = tmp_path / "images.npz", PretendedMemory(10**6, (0, 10))
+
+    def killed_while_deleting(folder, **_):
+        for part in sorted(folder.iterdir(), reverse=True)[:2]:
+            part.unlink()
+        raise KeyboardInterrupt
+
+    def write(seed, size):
+        def draw(numbers):
+            return numbers[:, None] * 10 + seed
+
+        settings = {"seed": seed}
+        write_npz(path, draw, batches=batches(memory, size), num_images=8, settings=settings)
+        return np.load(path)["arr_0"][:, 0].tolist()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed_while_deleting)
+        with pytest.raises(KeyboardInterrupt):
+            write(1, 2)
+    assert (tmp_path / "images.npz.parts" / "000000000.npy").exists()
+    assert write(2, 4) == [2, 12, 22, 32, 42, 52, 62, 72]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_parts_are_joined_one_by_one(batches, tmp_path):
+    path, memory = tmp_path / "images.npz", PretendedMemory(10**9, (0, 10))
+    shape, generator = (4, 64, 64, 3), np.random.default_rng(0)
+    parts = [generator.integers(0, 256, shape, dtype=np.uint8) for _ in range(32)]
+
+    def draw(numbers):
+        return torch.from_numpy(parts[int(numbers[0]) // 4])
+
+    tracemalloc.start()
+    write_npz(path, draw, batches=batches(memory, 4), num_images=128, settings={})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 128 * 64 * 64 * 3 / 4
+    expected = io.BytesIO()
+    np.savez(expected, arr_0=np.concatenate(parts))
+    assert path.read_bytes() == expected.getvalue()
 
 
 def test_decoding_is_halved(build_paper, monkeypatch, tmp_path):
