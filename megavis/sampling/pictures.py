@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -331,9 +332,11 @@ def write_npz(
 
 
 def _batch_size(folder: Path) -> int | None:
-    """Return the batch size of the parts in a folder, or None if there are none."""
-    path = folder / _SETTINGS
-    return int(json.loads(path.read_text())["batch_size"]) if path.exists() else None
+    """Return the batch size of the parts in a folder; None if no intact settings say it."""
+    try:
+        return max(1, int(json.loads((folder / _SETTINGS).read_bytes())["batch_size"]))
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _missing(folder: Path, sizes: Mapping[int, int], wanted: str) -> list[int]:
@@ -352,14 +355,32 @@ def _missing(folder: Path, sizes: Mapping[int, int], wanted: str) -> list[int]:
         for part in folder.glob("*.npy"):
             part.unlink()
         write_atomically(path, wanted.encode())
-    if path.read_text() != wanted:
+    kept = path.read_text(errors="replace")
+    if kept != wanted:
         raise UserError(
-            f"{folder} holds images generated with other settings ({path.read_text()});"
-            " delete it or choose another file"
+            f"{folder} holds images generated with other settings ({kept}); delete it or choose"
+            " another file"
         )
     # Not by asking for each: a network disk then remembers for a while that there is none.
     found = {each.name for each in folder.iterdir()}
-    return [start for start in sizes if _part(folder, start).name not in found]
+    parts = {start: _part(folder, start) for start in sizes}
+    return [
+        start
+        for start, part in parts.items()
+        if part.name not in found or not _is_whole(part, sizes[start])
+    ]
+
+
+def _is_whole(part: Path, num_images: int) -> bool:
+    """Return whether a file is as long as its header says, which an array of this length begins."""
+    with part.open("rb") as file:
+        try:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        except ValueError:
+            return False
+        size = file.tell() + math.prod(shape) * dtype.itemsize
+        return shape[:1] == (num_images,) and part.stat().st_size == size
 
 
 def _join(parts: Sequence[Path], num_images: int, path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 import tracemalloc
 import weakref
@@ -280,6 +281,33 @@ def test_a_half_deleted_folder_lends_no_part_to_other_images(
     assert (tmp_path / "images.npz.parts" / "000000000.npy").exists()
     assert write(2, 4) == [2, 12, 22, 32, 42, 52, 62, 72]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("damage", ["", "\0" * 160, "x", "short"])
+def test_damaged_parts_are_generated_again(batches, tmp_path, damage):
+    path, memory = tmp_path / "images.npz", PretendedMemory(10**6, (0, 10))
+    folder = tmp_path / "images.npz.parts"
+    folder.mkdir()
+    settings = json.dumps({"num_images": 6, "batch_size": 2})
+    (folder / "settings.json").write_text(settings)
+    for start in (0, 2, 4):
+        np.save(folder / f"{start:09d}.npy", np.array([[start * 10], [start * 10 + 10]]))
+    part = folder / "000000002.npy"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1] if damage == "short" else damage.encode())
+    write_npz(path, memory.draw, batches=batches(memory), num_images=6, settings={})
+    assert memory.sizes == [2]
+    assert np.load(path)["arr_0"][:, 0].tolist() == [0, 10, 20, 30, 40, 50]
+
+
+def test_damaged_settings_are_named(batches, tmp_path):
+    path, memory = tmp_path / "images.npz", PretendedMemory(10**6, (0, 10))
+    folder = tmp_path / "images.npz.parts"
+    folder.mkdir()
+    for damage in (b"", b"\0\xff", b"{}", b"[]", b'{"batch_size": 0}'):
+        (folder / "settings.json").write_bytes(damage)
+        with pytest.raises(UserError, match=re.escape(f"{folder} holds images")):
+            write_npz(path, memory.draw, batches=batches(memory), num_images=6, settings={})
 
 
 def test_parts_are_joined_one_by_one(batches, tmp_path):
