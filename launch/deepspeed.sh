@@ -26,6 +26,8 @@ fail() {
   exit 2
 }
 
+[[ ${PROCESSES:-1} =~ ^[1-9][0-9]*$ ]] || fail "PROCESSES is $PROCESSES: set it to a whole number"
+
 options=()
 if [[ -n ${HOSTFILE:-} ]]; then
   [[ -r $HOSTFILE ]] || fail "$HOSTFILE cannot be read"

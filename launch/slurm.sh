@@ -28,5 +28,9 @@ fi
 
 # sbatch runs a copy of this file from its spool folder; the checkout is where sbatch was called.
 cd "${SLURM_SUBMIT_DIR:-.}"
+if [[ ! -f launch/slurm_step.sh ]]; then
+  echo "slurm: $PWD is no checkout of megavis; call sbatch in one" >&2
+  exit 2
+fi
 # exec, since this process receives the signal.
 exec bash launch/slurm_step.sh train "$@"

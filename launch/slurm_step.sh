@@ -8,6 +8,11 @@
 #   SRUN_OPTIONS="…"           more options for srun, such as --container-image=… with pyxis
 set -euo pipefail
 
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+  echo "slurm: this script runs in a job of SLURM; start it with sbatch" >&2
+  exit 2
+fi
+
 # shellcheck source=launch/environment.sh
 source "$(dirname "$0")/environment.sh"
 # Since SLURM 22.05 srun does not inherit it from sbatch, and would bind each task to one core.

@@ -14,6 +14,18 @@ if (($# == 0)); then
   exit 2
 fi
 
+fail() {
+  echo "torchrun.sh: $1" >&2
+  exit 2
+}
+# An error of torchrun would end with 1, after which schedulers start a job again.
+for name in PROCESSES NUM_NODES NODE_RANK MASTER_PORT RESTARTS; do
+  case $name:${!name:-1} in
+    PROCESSES:auto | PROCESSES:cpu | PROCESSES:gpu) ;;
+    PROCESSES:0 | NUM_NODES:0 | *:*[!0-9]*) fail "$name is ${!name}: set it to a whole number" ;;
+  esac
+done
+
 # nvidia-smi lists all GPUs; CUDA uses those of CUDA_VISIBLE_DEVICES up to the first invalid entry.
 count_gpus() {
   if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
@@ -26,7 +38,7 @@ if [[ -z ${PROCESSES:-} ]]; then
   PROCESSES=$(count_gpus)
   ((PROCESSES > 0)) || PROCESSES=1
 fi
-num_nodes=${NUM_NODES:-1}
+num_nodes=$((10#${NUM_NODES:-1}))
 
 # shellcheck source=launch/environment.sh
 source "$(dirname "$0")/environment.sh"
@@ -44,8 +56,9 @@ elif ((num_nodes == 1)); then
   # Standalone picks a free port: two jobs on one node do not collide.
   meeting=(--standalone)
 else
-  : "${NODE_RANK:?set it to the index of this node, from 0}"
-  : "${MASTER_ADDR:?set it to the name of node 0}"
+  [[ -n ${NODE_RANK:-} ]] || fail "NODE_RANK is missing: set it to the index of this node, from 0"
+  [[ -n ${MASTER_ADDR:-} ]] || fail "MASTER_ADDR is missing: set it to the name of node 0"
+  ((10#$NODE_RANK < num_nodes)) || fail "NODE_RANK is $NODE_RANK, and nodes are 0 to $((num_nodes - 1))"
   meeting=(
     --nnodes "$num_nodes" --node-rank "$NODE_RANK"
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"

@@ -89,11 +89,11 @@ def test_torchrun_respects_cuda_visible_devices(start, programs, tmp_path, visib
 
 def test_torchrun_on_several_nodes_uses_node_0_as_master(start, programs, tmp_path):
     programs("python")
-    where = {"NUM_NODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node00", "PROCESSES": "8"}
+    where = {"NUM_NODES": "09", "NODE_RANK": "08", "MASTER_ADDR": "node00", "PROCESSES": "8"}
     where["RESTARTS"] = "5"
     assert start("torchrun.sh", "a.yaml", **where).wait(PATIENCE) == 0
     assert logged(tmp_path, "python") == (
-        f"{LAUNCH}/elastic.py --restarts 5 --nnodes 4 --node-rank 2 --master-addr node00"
+        f"{LAUNCH}/elastic.py --restarts 5 --nnodes 9 --node-rank 08 --master-addr node00"
         " --master-port 29500 --nproc-per-node 8 --module megavis.cli train a.yaml"
     )
 
@@ -122,12 +122,36 @@ def test_torchrun_lets_processes_save_on_sigterm(tmp_path):
     assert (tmp_path / "saved").exists()
 
 
-def test_torchrun_on_several_nodes_requires_node_rank(start, programs):
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({}, "NODE_RANK is missing: set it to the index of this node, from 0"),
+        ({"NODE_RANK": "0"}, "MASTER_ADDR is missing: set it to the name of node 0"),
+        ({"NODE_RANK": "4", "MASTER_ADDR": "a"}, "NODE_RANK is 4, and nodes are 0 to 3"),
+        ({"NUM_NODES": "four"}, "NUM_NODES is four: set it to a whole number"),
+        ({"NUM_NODES": "0"}, "NUM_NODES is 0: set it to a whole number"),
+        ({"NUM_NODES": "1", "PROCESSES": "two"}, "PROCESSES is two: set it to a whole number"),
+        ({"NUM_NODES": "1", "MASTER_PORT": "-1"}, "MASTER_PORT is -1: set it to a whole number"),
+        ({"NUM_NODES": "1", "RESTARTS": "yes"}, "RESTARTS is yes: set it to a whole number"),
+    ],
+)
+def test_torchrun_refuses_variables_as_mistakes(start, programs, variables, sentence):
     programs("python")
-    process = start("torchrun.sh", "a.yaml", NUM_NODES="4")
+    process = start("torchrun.sh", "a.yaml", **{"NUM_NODES": "4", **variables})
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0
-    assert "NODE_RANK: set it to the index of this node" in errors
+    assert (process.returncode, errors) == (2, f"torchrun.sh: {sentence}\n")
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "sweep.sh"])
+def test_slurm_scripts_need_a_job_and_a_checkout(start, tmp_path, script):
+    (tmp_path / "elsewhere").mkdir()
+    outside, no_checkout = (
+        start(script, "a.yaml", SLURM_ARRAY_TASK_ID="0", **more)
+        for more in ({}, {"SLURM_SUBMIT_DIR": str(tmp_path / "elsewhere")})
+    )
+    assert outside.communicate(timeout=PATIENCE)[1].endswith("; start it with sbatch\n")
+    assert no_checkout.communicate(timeout=PATIENCE)[1].endswith("; call sbatch in one\n")
+    assert (outside.returncode, no_checkout.returncode) == (2, 2)
 
 
 def test_deepspeed_with_and_without_hostfile(start, programs, tmp_path):
@@ -166,15 +190,18 @@ def test_deepspeed_takes_the_visible_gpus(start, programs, tmp_path, visible, pr
 
 
 @pytest.mark.parametrize(
-    ("visible", "sentence"),
+    ("visible", "processes", "sentence"),
     [
-        ("2,3", "PROCESSES is 3, and CUDA_VISIBLE_DEVICES names 2 GPUs: 2,3"),
-        ("GPU-a,GPU-b,GPU-c", "names GPU-a, and DeepSpeed's launcher takes numbers of GPUs; use"),
+        ("2,3", "3", "PROCESSES is 3, and CUDA_VISIBLE_DEVICES names 2 GPUs: 2,3"),
+        ("GPU-a,GPU-b", "2", "names GPU-a, and DeepSpeed's launcher takes numbers of GPUs; use"),
+        ("0,1", "two", "PROCESSES is two: set it to a whole number"),
     ],
 )
-def test_deepspeed_refuses_gpus_that_it_cannot_take(start, programs, tmp_path, visible, sentence):
+def test_deepspeed_refuses_gpus_that_it_cannot_take(
+    start, programs, tmp_path, visible, processes, sentence
+):
     programs("deepspeed")
-    script = start("deepspeed.sh", "a.yaml", CUDA_VISIBLE_DEVICES=visible, PROCESSES="3")
+    script = start("deepspeed.sh", "a.yaml", CUDA_VISIBLE_DEVICES=visible, PROCESSES=processes)
     _, errors = script.communicate(timeout=PATIENCE)
     assert script.returncode == 2
     assert errors.startswith("deepspeed.sh: ")
