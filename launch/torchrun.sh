@@ -26,10 +26,11 @@ for name in PROCESSES NUM_NODES NODE_RANK MASTER_PORT RESTARTS; do
   esac
 done
 
-# nvidia-smi lists all GPUs; CUDA uses those of CUDA_VISIBLE_DEVICES up to the first invalid entry.
+# nvidia-smi lists all GPUs, below them their MIG instances, or says why it cannot; CUDA uses those of
+# CUDA_VISIBLE_DEVICES up to the first invalid entry.
 count_gpus() {
   if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    nvidia-smi --list-gpus 2>/dev/null | wc -l || true
+    nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true
   else
     printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | awk '/^-|^ *$/ { exit } { n++ } END { print n + 0 }'
   fi

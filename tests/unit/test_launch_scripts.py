@@ -142,6 +142,20 @@ def test_torchrun_refuses_variables_as_mistakes(start, programs, variables, sent
     assert (process.returncode, errors) == (2, f"torchrun.sh: {sentence}\n")
 
 
+@pytest.mark.parametrize(
+    ("printed", "processes"),
+    [
+        ("GPU 0: H100 (UUID: a)\\n  MIG 3g.40gb Device 0: (UUID: b)\\nGPU 1: H100 (UUID: c)", 2),
+        ("NVIDIA-SMI has failed because it could not communicate with\\n\\nthe driver", 1),
+    ],
+)
+def test_torchrun_counts_gpus_and_no_other_lines(start, programs, tmp_path, printed, processes):
+    programs("python")
+    programs("nvidia-smi", f"printf '{printed}\n'")
+    assert start("torchrun.sh", "a.yaml").wait(PATIENCE) == 0
+    assert f"--nproc-per-node {processes} " in logged(tmp_path, "python")
+
+
 @pytest.mark.parametrize("script", ["slurm.sh", "sweep.sh"])
 def test_slurm_scripts_need_a_job_and_a_checkout(start, tmp_path, script):
     (tmp_path / "elsewhere").mkdir()
