@@ -131,7 +131,7 @@ def test_npz_of_another_network_is_refused(runs, tmp_path, capsys, monkeypatch, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(np, "savez", interrupt)
+        patched.setattr("megavis.sampling.pictures._join", interrupt)
         assert sample(runs, "givt_causal", *common) == 130
     assert sample(runs, name, *common, *words) == 2
     assert "other settings" in capsys.readouterr().err
